@@ -1,0 +1,1 @@
+"""Pure functions between rewards and gradients: advantage, objective, correction, filters, shaping."""

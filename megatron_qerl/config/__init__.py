@@ -1,0 +1,1 @@
+"""Configuration: ``schema`` says what exists, ``loader`` reads it, the rest makes mistakes easy to mend."""

@@ -1,0 +1,346 @@
+"""The QeRL loop.
+
+noise state -> publish policy -> prove noise -> collect groups -> advantages -> train -> metrics -> checkpoint
+(reading of arXiv 2510.11696, algorithm 2). ``train`` is the whole story; the class below it holds what a step needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_qerl import bookkeeping as book
+from megatron_qerl.algorithms.advantage import with_advantages
+from megatron_qerl.config.loader import RESOLVED_CONFIG_FILENAME, config_hash, resolved_yaml
+from megatron_qerl.config.schema import RunConfig
+from megatron_qerl.data.dataset import load_dataset, require_disjoint
+from megatron_qerl.data.prompts import PromptRenderer
+from megatron_qerl.errors import CheckpointError, ParityError
+from megatron_qerl.evaluation import evaluate, evaluation_prompts, metric_values
+from megatron_qerl.metrics.memory import memory_values
+from megatron_qerl.metrics.phases import PhaseClock
+from megatron_qerl.metrics.sinks import SinkGroup, build_sinks
+from megatron_qerl.noise.proof import NoiseReadback, check_counts, logprob_change, read_back
+from megatron_qerl.parallel import setup
+from megatron_qerl.report.html import write_report
+from megatron_qerl.report.summary import (
+    Accuracy,
+    EvalRecord,
+    Summary,
+    append_samples,
+    discard_samples_after,
+    write_eval,
+    write_summary,
+)
+from megatron_qerl.rewards.math import MathVerifier
+from megatron_qerl.rollout.collect import CollectedStep, Collector
+from megatron_qerl.session import Session, open_session
+from megatron_qerl.trainer import checkpoint
+from megatron_qerl.trainer.batch import TrainingGroup, TrainingResponse, training_groups
+from megatron_qerl.trainer.checkpoint import RunPosition
+from megatron_qerl.trainer.optimizer import AdapterOptimizer
+from megatron_qerl.trainer.step import StepStatistics, Trainer
+from megatron_qerl.types import NoiseState, StepMetrics
+
+SAMPLES_PER_STEP = 4
+#: Largest |engine - trainer| log-probability that arithmetic alone explains; measured, see docs/verified.md.
+PARITY_BOUND = {"float32": 1e-4, "bfloat16": 0.25}
+
+
+def train(config: RunConfig, *, resume: bool) -> Path:
+    """Run a config to its end and return the run folder.
+
+    Args:
+        config: validated.
+        resume: continue from the newest checkpoint of this run folder, if there is one.
+
+    Raises:
+        UserError: the config, the model or the data cannot be used.
+        FaultError: something failed on the way; the newest checkpoint stays usable.
+    """
+    session = open_session(config)
+    try:
+        with MathVerifier(config.reward) as verifier:
+            run = TrainingRun(session, verifier, resume=resume)
+            with run.sinks:
+                if run.position.step == 0:
+                    run.evaluate_policy("before")
+                while run.position.step < config.train.steps:
+                    step = run.position.step
+                    noise = session.registry.state(step, config.train.steps)
+                    run.clock.start_step()
+                    run.publish(noise)
+                    proof = run.prove_noise(noise)
+                    collected = run.collect()
+                    stats = run.update(collected, noise)
+                    run.finish_step(collected, stats, noise, proof)
+                run.evaluate_policy("after")
+            run.write_results()
+            return run.run_dir
+    finally:
+        setup.shutdown()
+
+
+class TrainingRun:
+    """What is alive during a run, and the stages of a step.
+
+    Args:
+        session: the loaded policy.
+        verifier: judges answers.
+        resume: start from the newest checkpoint if there is one.
+    """
+
+    def __init__(self, session: Session, verifier: MathVerifier, *, resume: bool) -> None:
+        config = session.config
+        self.session, self.config, self.verifier = session, config, verifier
+        self.run_dir = config.run.output_dir / config.run.name
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        synchronize = torch.cuda.synchronize if session.parallel.device.type == "cuda" else None
+        self.clock = PhaseClock(synchronize=synchronize)
+        self.engine = session.engine()
+        total_updates = config.train.steps * config.train.minibatches_per_step
+        self.optimizer = AdapterOptimizer(session.model, config.optimizer, total_updates)
+        self.trainer = Trainer(session.model, session.registry, self.optimizer, config)
+        problems = load_dataset(config.data.train, config.run.seed)
+        renderer = PromptRenderer(session.tokenizer, config.data, config.rollout.max_prompt_tokens)
+        prompts = [renderer.render(p) for p in problems]
+        self.eval_prompts = evaluation_prompts(session, config.eval.problems)
+        require_disjoint(problems, [p.problem for p in self.eval_prompts])
+        verifier.check_references([*problems, *(p.problem for p in self.eval_prompts)])
+        self.collector = Collector(self.engine, verifier, session.tokenizer, prompts, config)
+        answer = session.tokenizer.encode(problems[0].answer, add_special_tokens=False)
+        probe = TrainingResponse((*answer, session.stop_token_ids[0]), (0.0,) * (len(answer) + 1), 0.0, 0)
+        self.probe = [TrainingGroup(prompts[0].token_ids, (probe,))]
+        self.position = self._start_position(resume)
+        self.sinks = self._sinks()
+        self.last_noise: tuple[NoiseState, NoiseReadback] | None = None
+
+    # -- start ------------------------------------------------------------------------------------------------------
+
+    def _start_position(self, resume: bool) -> RunPosition:
+        found = checkpoint.list_checkpoints(self.run_dir) if resume else []
+        fresh = RunPosition(
+            step=0, updates=0, data_position=0, stream=0, metrics_lines=0, samples_lines=0, wall_s={}, tokens={},
+            config_hash=config_hash(self.config), base_hash=self.session.base_hash, adapter_hash="",
+            extra={"started_at": datetime.now(UTC).isoformat(timespec="seconds"), "parity_max": None, "evals": {},
+                   "noise_modules": None},
+        )  # fmt: skip
+        if not found:
+            (self.run_dir / RESOLVED_CONFIG_FILENAME).write_text(resolved_yaml(self.config))
+            return fresh
+        folder = found[-1]
+        stored = checkpoint.read_position(folder)
+        for name, have, want in (
+            ("config", fresh.config_hash, stored.config_hash),
+            ("base model", fresh.base_hash, stored.base_hash),
+        ):
+            if have != want:
+                raise CheckpointError(
+                    f"--resume {folder}",
+                    have[:12],
+                    f"the checkpoint was made with another {name} ({want[:12]})",
+                    "resume with the same one, or start a run under a new run.name",
+                )
+        return checkpoint.load(folder, self.session.model, self.session.shape, self.optimizer)
+
+    def _sinks(self) -> SinkGroup:
+        resumed = self.position.step > 0
+        discard_samples_after(self.run_dir, self.position.step)
+        return build_sinks(
+            self.config.metrics,
+            self.run_dir,
+            self.config.train.steps,
+            run_name=self.config.run.name,
+            run_config=self.config.model_dump(mode="json"),
+            completed_steps=self.position.step,
+            resume_position_lines=self.position.metrics_lines if resumed else None,
+        )
+
+    # -- stages of a step -------------------------------------------------------------------------------------------
+
+    def publish(self, noise: NoiseState) -> None:
+        """Tell the engine which policy to be."""
+        with self.clock.phase("sync"):
+            wanted = self.session.policy(self.position.updates, noise)
+            echoed = self.engine.publish(wanted)
+            assert echoed == wanted, "the engine echoed another policy version"
+
+    def prove_noise(self, noise: NoiseState) -> dict[str, float]:
+        """Read the noise back from the model and measure that it moves the probe; stops the run if it does not."""
+        if not noise.active:
+            return book.noise_values(noise, None, None)
+        with self.clock.phase("noise"):
+            with self.session.registry.applied(noise):
+                readback = read_back(self.session.registry, noise)
+            check_counts(readback.touched, readback.expected, noise)
+            clean, noisy = self.trainer.probe(self.probe, None), self.trainer.probe(self.probe, noise)
+            change = logprob_change(clean, noisy, noise)
+        self.last_noise = (noise, readback)
+        self.position.extra["noise_modules"] = [readback.expected, readback.touched]
+        return book.noise_values(noise, readback, change)
+
+    def collect(self) -> CollectedStep:
+        """Generate, judge, filter and refill under the published policy."""
+        sampling = self.session.sampling(self.config.run.seed)
+        return self.collector.collect(sampling, self.position.data_position, self.position.stream, self.clock)
+
+    def update(self, collected: CollectedStep, noise: NoiseState) -> StepStatistics:
+        """Advantages, then all optimizer updates of this rollout. Without a trainable group nothing is updated."""
+        epsilon = self.config.algorithm.advantage_epsilon
+        groups = training_groups([with_advantages(g, epsilon) for g in collected.trainable])
+        if not groups:
+            return StepStatistics()
+        parity = StepStatistics()
+        if noise.active and not self.trainer.plan.replay_noise:
+            # The update runs on the clean policy; what the engine computed is compared under its own noise.
+            with self.clock.phase("logprob"):
+                self.trainer.measure_parity(groups[:1], noise, parity)
+        with self.clock.phase("train"):
+            stats = self.trainer.train_step(groups, noise)
+        if parity.parity_tokens:
+            stats.parity_max, stats.parity_sum = parity.parity_max, parity.parity_sum
+            stats.parity_tokens = parity.parity_tokens
+        self._check_parity(stats)
+        return stats
+
+    def _check_parity(self, stats: StepStatistics) -> None:
+        bound = self.config.rollout.parity_bound or PARITY_BOUND[self.config.model.dtype]
+        if stats.parity_max > bound:
+            raise ParityError(
+                f"step {self.position.step + 1}",
+                f"engine and trainer differ by {stats.parity_max:.3g} nats on a token, bound {bound:g}",
+                "the ratio's denominator would be wrong; see rollout.parity_bound and megatron-qerl doctor",
+            )
+
+    def finish_step(
+        self, collected: CollectedStep, stats: StepStatistics, noise: NoiseState, noise_metrics: dict[str, float]
+    ) -> None:
+        """Record the step, evaluate and checkpoint when due."""
+        step = self.position.step + 1
+        extra = self.position.extra
+        if stats.parity_tokens:
+            extra["parity_max"] = max(extra["parity_max"] or 0.0, stats.parity_max)
+        values = book.rollout_values(collected) | book.training_values(stats) | book.parity_values(stats)
+        values |= noise_metrics | self.session.memory() | memory_values()
+        values["memory/optimizer_bytes"] = float(self.optimizer.state_bytes)
+        values["memory/kv_cache_bytes"] = float(self.engine.kv_cache_peak_bytes)
+        values["policy/adapter_version"] = float(self.position.updates)
+        values["optimizer/updates"] = float(self.optimizer.updates)
+        self.position = replace(
+            self.position,
+            step=step,
+            updates=self.optimizer.updates,
+            data_position=collected.data_position,
+            stream=collected.stream,
+            tokens=book.add_counts(self.position.tokens, values),
+        )
+        due = self.config.eval.interval_steps
+        if due and step % due == 0 and step < self.config.train.steps:
+            for record in self.evaluate_policy(f"step_{step:06d}", noise):
+                values |= metric_values(record)
+        append_samples(self.run_dir, book.sample_records(collected, step, SAMPLES_PER_STEP))
+        policy = collected.generated[0].responses[0].completion.policy
+        info = {"adapter_hash": policy.adapter_hash, "noise": _noise_info(noise)}
+        self.sinks.log(StepMetrics(step, values | self.clock.finish_step(), info))
+        if step % self.config.checkpoint.interval_steps == 0 or step == self.config.train.steps:
+            self.save()
+
+    def save(self) -> None:
+        """Write a checkpoint of the position after the step that was just recorded."""
+        with self.clock.phase("checkpoint"):
+            self.position = replace(
+                self.position,
+                metrics_lines=self.sinks.record.checkpoint_position(),
+                wall_s=self._wall_s(),
+                adapter_hash=self.session.policy(self.position.updates, None).adapter_hash,
+            )
+            checkpoint.save(
+                self.run_dir,
+                self.position,
+                self.session.model,
+                self.session.shape,
+                self.optimizer,
+                self.config.checkpoint.keep,
+            )
+        self._saved_clock = self.clock.totals_s
+
+    # -- evaluation and results -------------------------------------------------------------------------------------
+
+    def evaluate_policy(self, label: str, noise: NoiseState | None = None) -> list[EvalRecord]:
+        """Evaluate the clean policy in every configured mode, and the noisy one if asked for."""
+        if noise is None and self.last_noise is not None:
+            noise = self.last_noise[0]
+        states: list[NoiseState | None] = [None]
+        if self.config.eval.noisy and noise is not None and noise.active:
+            states.append(noise)
+        records = []
+        with self.clock.phase("eval"):
+            for mode in self.config.eval.modes:
+                for state in states:
+                    name = f"{label}_{'noisy_' if state else ''}{mode}"
+                    record = evaluate(
+                        self.session,
+                        self.engine,
+                        self.verifier,
+                        self.eval_prompts,
+                        label=name,
+                        step=self.position.step,
+                        updates=self.position.updates,
+                        mode=mode,
+                        noise=state,
+                    )
+                    write_eval(self.run_dir, record)
+                    assert record.accuracy is not None
+                    self.position.extra["evals"][name] = record.accuracy.model_dump()
+                    records.append(record)
+        return records
+
+    def _wall_s(self) -> dict[str, float]:
+        earlier, now = getattr(self, "_wall_before", self.position.wall_s), self.clock.totals_s
+        self._wall_before = earlier
+        return {k: earlier.get(k, 0.0) + v for k, v in now.items()}
+
+    def _accuracy(self, label: str) -> Accuracy | None:
+        found: dict[str, Any] | None = self.position.extra["evals"].get(f"{label}_{self.config.eval.modes[0]}")
+        return None if found is None else Accuracy(**found)
+
+    def write_results(self) -> None:
+        """summary.json and report.html."""
+        extra = self.position.extra
+        expected, touched = extra["noise_modules"] or (None, None)
+        summary = Summary(
+            run_name=self.config.run.name,
+            model=str(self.config.model.path),
+            accuracy_before=self._accuracy("before"),
+            accuracy_after=self._accuracy("after"),
+            noise_modules_expected=expected,
+            noise_modules_touched=touched,
+            logprob_parity_max=extra["parity_max"],
+            wall_s=self._wall_s(),
+            steps=self.position.step,
+            updates=self.position.updates,
+            seed=self.config.run.seed,
+            versions=book.versions(),
+            base_hash=self.session.base_hash,
+            likelihood=self.config.algorithm.likelihood,
+            noise=self.config.noise.model_dump(mode="json"),
+            tokens=self.position.tokens,
+            hardware=book.hardware(),
+            config_path=str(self.run_dir / RESOLVED_CONFIG_FILENAME),
+            started_at=extra["started_at"],
+            finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        write_summary(self.run_dir, summary)
+        write_report(self.run_dir)
+
+
+def _noise_info(state: NoiseState) -> dict[str, Any]:
+    """The noise state as recorded with the step's metrics: enough to rebuild every vector."""
+    return {
+        "stage": state.stage, "sigma": state.sigma, "seed": state.seed, "step": state.step, "scope": state.scope,
+        "roles": list(state.roles), "modules_hash": state.modules_hash, "dtype": state.dtype,
+    }  # fmt: skip

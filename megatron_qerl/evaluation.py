@@ -1,0 +1,134 @@
+"""Evaluating the policy that will be deployed: greedy or sampled, clean or under noise, every verdict kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_qerl.config.loader import load_resolved_config
+from megatron_qerl.data.dataset import EVALUATION_SHUFFLE_SEED, load_dataset
+from megatron_qerl.data.prompts import PromptRenderer
+from megatron_qerl.metrics.intervals import accuracy_interval
+from megatron_qerl.parallel import setup
+from megatron_qerl.report.summary import Accuracy, EvalProblem, EvalRecord, write_eval
+from megatron_qerl.rewards.math import MathVerifier
+from megatron_qerl.rollout.collect import Verifier, score_groups
+from megatron_qerl.rollout.engine import GenerationRequest, RolloutEngine
+from megatron_qerl.session import Session, open_session
+from megatron_qerl.trainer.checkpoint import find, load_adapter, read_position
+from megatron_qerl.types import NoiseState, Outcome, Prompt
+
+EvalMode = Literal["greedy", "sampled"]
+
+#: Evaluation draws from its own random streams, so that it never sees a training completion again.
+EVALUATION_SEED_OFFSET = 1 << 40
+
+
+def evaluation_prompts(session: Session, limit: int | None) -> list[Prompt]:
+    """Rendered evaluation problems, the same for every seed of a run."""
+    config = session.config
+    problems = load_dataset(config.data.eval, EVALUATION_SHUFFLE_SEED)
+    renderer = PromptRenderer(session.tokenizer, config.data, config.rollout.max_prompt_tokens)
+    return [renderer.render(p) for p in problems[:limit]]
+
+
+def evaluate(
+    session: Session,
+    engine: RolloutEngine,
+    verifier: Verifier,
+    prompts: Sequence[Prompt],
+    *,
+    label: str,
+    step: int,
+    updates: int,
+    mode: EvalMode,
+    noise: NoiseState | None = None,
+) -> EvalRecord:
+    """Answer every prompt and judge the answers.
+
+    Args:
+        label: name of the record.
+        step: finished training steps.
+        updates: optimizer updates, that is, the adapter's version.
+        mode: greedy decoding, or sampling at the run's temperature.
+        noise: evaluate under this noise; None is the deployed policy.
+    """
+    config = session.config
+    samples = 1 if mode == "greedy" else config.eval.samples_per_problem
+    sampling = session.sampling(config.run.seed + EVALUATION_SEED_OFFSET, 0.0 if mode == "greedy" else None)
+    engine.publish(session.policy(updates, noise))
+    requests = [GenerationRequest(p, samples, 0) for p in prompts]
+    groups = score_groups(prompts, engine.generate(requests, sampling), session.tokenizer, verifier)
+    problems = tuple(
+        EvalProblem(
+            uid=g.prompt.problem.uid,
+            cluster=g.prompt.problem.cluster,
+            source=g.prompt.problem.source,
+            outcome=r.judgement.outcome,
+            score=r.judgement.score,
+        )
+        for g in groups
+        for r in g.responses
+    )
+    interval = accuracy_interval(
+        [p.outcome is Outcome.CORRECT for p in problems],
+        [p.cluster for p in problems],
+        config.eval.bootstrap_resamples,
+        EVALUATION_SHUFFLE_SEED,
+    )
+    noisy = noise is not None and noise.active
+    return EvalRecord(
+        label=label, step=step, mode=mode, noisy=noisy, accuracy=Accuracy(**asdict(interval)), problems=problems
+    )
+
+
+def metric_values(record: EvalRecord) -> dict[str, float]:
+    """An evaluation as metrics."""
+    assert record.accuracy is not None
+    name = f"eval/{'noisy_' if record.noisy else ''}{record.mode}_accuracy"
+    accuracy = record.accuracy
+    return {name: accuracy.mean, f"{name}_low": accuracy.low, f"{name}_high": accuracy.high}
+
+
+def evaluate_run(
+    run_dir: Path, *, checkpoint: str, modes: tuple[str, ...], noisy: bool, problems: int | None
+) -> dict[str, Any]:
+    """``megatron-qerl eval``: evaluate a checkpoint of a finished or running run; writes one record a mode.
+
+    Raises:
+        CheckpointError: no such checkpoint, or it does not belong to the base model found now.
+    """
+    config = load_resolved_config(run_dir)
+    folder = find(run_dir, checkpoint)
+    position = read_position(folder)
+    session = open_session(config)
+    result: dict[str, Any] = {"run": str(run_dir), "checkpoint": folder.name}
+    try:
+        load_adapter(folder, session.model, session.shape)
+        engine = session.engine()
+        prompts = evaluation_prompts(session, problems if problems is not None else config.eval.problems)
+        last = session.registry.state(max(position.step - 1, 0), config.train.steps)
+        states: list[NoiseState | None] = [None, replace(last)] if noisy else [None]
+        with MathVerifier(config.reward) as verifier:
+            for mode in modes:
+                for noise in states:
+                    label = f"{folder.name}_{'noisy_' if noise else ''}{mode}"
+                    record = evaluate(
+                        session,
+                        engine,
+                        verifier,
+                        prompts,
+                        label=label,
+                        step=position.step,
+                        updates=position.updates,
+                        mode="greedy" if mode == "greedy" else "sampled",
+                        noise=noise,
+                    )
+                    write_eval(run_dir, record)
+                    assert record.accuracy is not None
+                    result[label] = record.accuracy.model_dump()
+    finally:
+        setup.shutdown()
+    return result

@@ -1,0 +1,154 @@
+"""Attention on torch's scaled_dot_product_attention, for what Megatron's local attention asserts away.
+
+It takes packed groups that share their prompt (``packing``), and a key-value cache that stores keys already rotated,
+head-major, so that a decode step touches only the new token. Both plug in through Megatron's module specs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_qerl.layers.packing import PackedGroups, Segment
+
+
+class KVCache(StaticInferenceContext):  # type: ignore[misc]
+    """Keys and values of a batch of rows.
+
+    ``key_value_memory_dict`` maps a layer number to (keys, values), each [B, n_kv, S, D], keys after RoPE.
+    ``sequence_len_offset`` is the number of positions already written.
+    """
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write key and value [s, B, n_kv, D] behind what is there; return all of both as [S', B, n_kv, D] views."""
+        begin = self.sequence_len_offset
+        end = begin + key.shape[0]
+        if layer not in self.key_value_memory_dict:
+            shape = (key.shape[1], key.shape[2], self.max_sequence_length, key.shape[3])
+            self.key_value_memory_dict[layer] = (key.new_empty(shape), value.new_empty(shape))
+        keys, values = self.key_value_memory_dict[layer]
+        assert end <= keys.shape[2], f"the cache has {keys.shape[2]} positions, {end} are needed"
+        keys[:, :, begin:end] = key.permute(1, 2, 0, 3)
+        values[:, :, begin:end] = value.permute(1, 2, 0, 3)
+        return keys[:, :, :end].permute(2, 0, 1, 3), values[:, :, :end].permute(2, 0, 1, 3)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep (and repeat) ``rows`` int64 [B'] of the batch, in that order."""
+        for layer, (keys, values) in self.key_value_memory_dict.items():
+            self.key_value_memory_dict[layer] = (keys.index_select(0, rows), values.index_select(0, rows))
+        self.max_batch_size = len(rows)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(k.numel() * k.element_size() * 2 for k, _ in self.key_value_memory_dict.values())
+
+
+class CachedSelfAttention(SelfAttention):  # type: ignore[misc]
+    """Megatron's self-attention with keys rotated before they are cached, by each row's own positions."""
+
+    def _adjust_key_value_for_inference(
+        self,
+        inference_context: KVCache | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotary_pos_emb: tuple[Tensor, Tensor],
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, Any, AttnMaskType, None]:
+        if inference_context is None:
+            return query, key, value, rotary_pos_emb, self.attn_mask_type, None
+        q_emb, k_emb = rotary_pos_emb
+        key = apply_rotary_pos_emb(key, k_emb, config=self.config, cp_group=self.pg_collection.cp)
+        key, value = inference_context.append(self.layer_number, key, value)
+        return query, key, value, (q_emb, None), self.attn_mask_type, None
+
+
+class SdpaCoreAttention(nn.Module):
+    """Core attention for packed groups and for cached decoding. Constructor as Megatron's core-attention builder."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        assert config.context_parallel_size == 1, "context parallelism needs Transformer Engine's attention"
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedGroups | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: packed [T, n_q, D], otherwise [s, B, n_q, D].
+            key, value: packed [T, n_kv, D], otherwise [S, B, n_kv, D].
+            attention_mask: bool [B, 1, s, S], True where a query must NOT look (Megatron's convention); None is causal.
+
+        Returns:
+            Packed [T, n_q * D], otherwise [s, B, n_q * D].
+        """
+        assert attention_bias is None, "attention bias is not supported"
+        if packed_seq_params is not None:
+            return self._packed(query, key, value, packed_seq_params)
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        allowed = None if attention_mask is None else ~attention_mask
+        if query.shape[0] == 1:
+            # One query a row: its heads that share a key become the query length, so no key is copied or repeated.
+            rows, heads, _, size = q.shape
+            out = scaled_dot_product_attention(
+                q.reshape(rows, k.shape[1], heads // k.shape[1], size), k, v, attn_mask=allowed, scale=self.scale
+            )
+            return out.reshape(1, rows, heads * size)
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=allowed, is_causal=allowed is None, scale=self.scale, enable_gqa=True
+        )
+        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, params: PackedGroups) -> Tensor:
+        out = torch.empty_like(query)
+        pieces = [self._segment(query, key, value, segment) for segment in params.segments]
+        rows = torch.cat([r for r, _ in pieces])
+        out = torch.index_copy(out, 0, rows, torch.cat([o for _, o in pieces]))
+        return out.reshape(query.shape[0], -1)
+
+    def _segment(self, query: Tensor, key: Tensor, value: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
+        """Rows of one segment and their attention output [rows, n_q, D]."""
+        prompt = slice(segment.begin, segment.end)
+        q, k, v = (t[prompt].transpose(0, 1)[None] for t in (query, key, value))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+        rows = torch.arange(segment.begin, segment.end, device=query.device)
+        outputs = out[0].transpose(0, 1)
+        if segment.gather is None or segment.valid is None or segment.rows is None:
+            return rows, outputs
+        responses = segment.gather.shape[0]
+        own = [t[segment.gather].transpose(1, 2) for t in (query, key, value)]
+        k = torch.cat((k.expand(responses, -1, -1, -1), own[1]), dim=2)
+        v = torch.cat((v.expand(responses, -1, -1, -1), own[2]), dim=2)
+        out = scaled_dot_product_attention(own[0], k, v, attn_mask=segment.mask, scale=self.scale, enable_gqa=True)
+        flat = out.transpose(1, 2).reshape(-1, *query.shape[1:])
+        return torch.cat((rows, segment.rows)), torch.cat((outputs, flat[segment.valid]))

@@ -1,0 +1,26 @@
+"""The one door between this package and ``te_extensions``.
+
+Everything else imports kernels from here, so that choosing another implementation is one edit.
+"""
+
+from te_extensions import (
+    HeadShard,
+    NVFP4Weight,
+    head_logits,
+    linear_logprob,
+    nvfp4_dequantize,
+    nvfp4_linear,
+    nvfp4_materialize,
+    rms_norm_noise,
+)
+
+__all__ = [
+    "HeadShard",
+    "NVFP4Weight",
+    "head_logits",
+    "linear_logprob",
+    "nvfp4_dequantize",
+    "nvfp4_linear",
+    "nvfp4_materialize",
+    "rms_norm_noise",
+]

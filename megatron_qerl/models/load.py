@@ -1,0 +1,143 @@
+"""A checkpoint's bytes -> the model. Each rank reads only its own slice of each tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_qerl.errors import CheckpointError
+from megatron_qerl.layers.frozen import DenseFrozen, NVFP4Frozen
+from megatron_qerl.layers.kernels import NVFP4Weight
+from megatron_qerl.layers.linear import FrozenColumnParallelLinear, FrozenRowParallelLinear
+from megatron_qerl.layers.lora import initial_a
+from megatron_qerl.models.families import LinearRule, NormRule, VocabRule
+from megatron_qerl.models.policy import PolicyModel
+from megatron_qerl.models.shape import ModelShape
+from megatron_qerl.models.walk import adapters, hf_name, modules
+from megatron_qerl.nvfp4.checkpoint import ModelFolder, PackedWeight
+from megatron_qerl.nvfp4.shared_scale import share_tensor_scale
+
+Linear = FrozenColumnParallelLinear | FrozenRowParallelLinear
+
+
+def _shard(size: int, rank: int, world: int) -> slice:
+    return slice(rank * size // world, (rank + 1) * size // world)
+
+
+class _Loader:
+    """State of one load: where from, which rank, which dtype."""
+
+    def __init__(self, folder: ModelFolder, dtype: torch.dtype, device: torch.device, *, resident: bool) -> None:
+        self.folder, self.dtype, self.device, self.resident = folder, dtype, device, resident
+        self.rank = parallel_state.get_tensor_model_parallel_rank()
+        self.world = parallel_state.get_tensor_model_parallel_world_size()
+
+    def _expect(self, name: str, shape: tuple[int, ...]) -> None:
+        found = tuple(self.folder.shape(name))
+        if found != shape:
+            raise CheckpointError(
+                f"{name} in {self.folder.path}", found, f"the model's config.json needs {shape}", "use matching files"
+            )
+
+    def norm(self, rule: NormRule, block: int | None, module: Any) -> None:
+        name = hf_name(rule.hf, block)
+        self._expect(name, tuple(module.weight.shape))
+        module.weight.data.copy_(self.folder.read(name).float())
+
+    def vocab(self, rule: VocabRule, module: Any, vocab_size: int) -> None:
+        if module.weight is None:
+            return
+        local, hidden = module.weight.shape
+        self._expect(rule.hf, (vocab_size, hidden))
+        begin = self.rank * local
+        rows = self.folder.read(rule.hf, rows=slice(begin, min(begin + local, vocab_size)))
+        module.weight.data.zero_()
+        module.weight.data[: rows.shape[0]].copy_(rows.to(self.dtype))
+
+    def linear(self, rule: LinearRule, block: int | None, module: Linear) -> None:
+        column = isinstance(module, FrozenColumnParallelLinear)
+        parts = {projection: hf_name(path, block) for projection, path in rule.parts.items()}
+        local_rows = dict(module.layout.parts)
+        self._expect_linear(parts, local_rows, module, column)
+        slices = {
+            projection: _shard(local_rows[projection] * (self.world if column else 1), self.rank, self.world)
+            if column
+            else None
+            for projection in parts
+        }
+        cols = None if column else _shard(module.input_size, self.rank, self.world)
+        if self.folder.is_nvfp4(next(iter(parts.values()))):
+            packed = share_tensor_scale(
+                {path: self.folder.read_nvfp4(path, rows=slices[p], cols=cols) for p, path in parts.items()}
+            )
+            module.install(self._fuse_nvfp4(module, {p: packed[path] for p, path in parts.items()}))
+        else:
+            dense = {p: self.folder.read(f"{path}.weight", rows=slices[p], cols=cols) for p, path in parts.items()}
+            fused = module.layout.fuse_rows({p: t.contiguous() for p, t in dense.items()})
+            module.install(DenseFrozen(fused.to(self.device, self.dtype)))
+        if module.bias is not None:
+            biases = {p: self.folder.read(f"{path}.bias", rows=slices[p]).contiguous() for p, path in parts.items()}
+            module.bias.data.copy_(module.layout.fuse_rows(biases).to(self.dtype))
+
+    def _expect_linear(self, parts: dict[str, str], rows: dict[str, int], module: Linear, column: bool) -> None:
+        for projection, path in parts.items():
+            n = rows[projection] * (self.world if column else 1)
+            k = module.input_size
+            if self.folder.is_nvfp4(path):
+                found = self.folder.nvfp4_shape(path)
+                if found != (n, k):
+                    raise CheckpointError(
+                        f"{path}.weight in {self.folder.path}",
+                        found,
+                        f"the model's config.json needs {(n, k)}",
+                        "use matching files",
+                    )
+            else:
+                self._expect(f"{path}.weight", (n, k))
+
+    def _fuse_nvfp4(self, module: Linear, parts: dict[str, PackedWeight]) -> NVFP4Frozen:
+        def fuse(tensors: dict[str, Tensor]) -> Tensor:
+            return module.layout.fuse_rows({p: t.contiguous() for p, t in tensors.items()})
+
+        packed = fuse({p: w.packed for p, w in parts.items()})
+        # torch has no cat for FP8; the bytes are what moves.
+        scales = fuse({p: w.block_scale.view(torch.uint8) for p, w in parts.items()}).view(torch.float8_e4m3fn)
+        scale = float(next(iter(parts.values())).tensor_scale)
+        weight = NVFP4Weight(packed.to(self.device), scales.to(self.device), scale)
+        return NVFP4Frozen(weight, self.dtype, resident=self.resident)
+
+
+def load_base(model: PolicyModel, shape: ModelShape, folder: ModelFolder, *, resident: bool) -> None:
+    """Fill the frozen base from ``folder`` (NVFP4 or dense, decided a tensor at a time).
+
+    Args:
+        resident: keep a dequantised copy of each packed matrix.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or cannot share a tensor scale with its group.
+    """
+    device = torch.device(torch.cuda.current_device())
+    loader = _Loader(folder, model.config.params_dtype, device, resident=resident)
+    for block, rule, module in modules(model, shape):
+        if isinstance(rule, NormRule):
+            loader.norm(rule, block, module)
+        elif isinstance(rule, VocabRule):
+            loader.vocab(rule, module, shape.vocab_size)
+        else:
+            loader.linear(rule, block, module)
+
+
+def initialize_adapters(model: PolicyModel, shape: ModelShape) -> None:
+    """A from each projection's own stream, B zero: the policy starts as the base, on every layout alike."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    world = parallel_state.get_tensor_model_parallel_world_size()
+    for path, projection, adapter in adapters(model, shape):
+        a, b = adapter.split()[projection]
+        split = world if adapter.mode == "row" else 1
+        full = initial_a(adapter.spec, path, a.shape[1] * split)
+        with torch.no_grad():
+            a.copy_(full[:, _shard(full.shape[1], rank, world)] if split > 1 else full)
+            b.zero_()

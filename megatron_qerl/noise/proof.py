@@ -1,0 +1,85 @@
+"""Proof that the noise acts, taken from the model itself and not from the code that meant to change it.
+
+Three facts must hold while noise is in force, or the run stops: every expected norm holds a displacement that equals
+the state's draw and changes its effective scale; no other norm holds one; and the log-probabilities of a probe prompt
+move. The published implementation looks norms up by a class name that its engine does not use, and nothing fails.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_qerl.errors import NoiseProofError
+from megatron_qerl.noise.registry import NoiseRegistry
+from megatron_qerl.noise.state import draw
+from megatron_qerl.types import NoiseState
+
+
+@dataclass(frozen=True)
+class NoiseReadback:
+    """What the norms on this rank hold.
+
+    Attributes:
+        touched: norms whose effective scale differs from the clean one as the state demands.
+        expected: norms of this rank that should be touched.
+        sigma_effective: root mean square displacement of the effective scales, in the dtype that multiplies.
+    """
+
+    touched: int
+    expected: int
+    sigma_effective: float
+
+
+def read_back(registry: NoiseRegistry, state: NoiseState) -> NoiseReadback:
+    """Compare every norm's effective scale with the state.
+
+    Raises:
+        NoiseProofError: a count is wrong, a displacement is not the state's, or a norm outside the roles is noisy.
+    """
+    touched, squares, channels = 0, 0.0, 0
+    for key, module in registry.targets.items():
+        clean = module.weight.detach()
+        effective = clean if module.noise is None else clean + module.noise
+        displacement = (effective - clean).double().cpu()
+        # What the state demands, pushed through the same FP32 addition.
+        z = torch.from_numpy(draw(state, key[0], key[1], clean.numel())).to(clean.device)
+        wanted = ((clean + z) - clean).double().cpu()
+        if torch.equal(displacement, wanted) and bool((displacement != 0).any()):
+            touched += 1
+        squares += float(displacement.square().sum())
+        channels += clean.numel()
+    stray = [k for k, m in registry._all.items() if k not in registry.targets and m.noise is not None]
+    if stray:
+        raise NoiseProofError("noise", f"norm {stray[0]} is noisy but not in noise.roles", "report this as a bug")
+    return NoiseReadback(touched, len(registry.targets), float(np.sqrt(squares / channels)) if channels else 0.0)
+
+
+def check_counts(touched: int, expected: int, state: NoiseState) -> None:
+    """Raises NoiseProofError unless all expected norms were touched (all ranks' sums are passed in)."""
+    if touched != expected:
+        raise NoiseProofError(
+            f"noise stage {state.stage}, sigma {state.sigma:g}",
+            f"changed {touched} norms, expected {expected}",
+            "sigma may be too small for the scales' precision, or a module was replaced after the model was built",
+        )
+
+
+def logprob_change(clean_T: Tensor, noisy_T: Tensor, state: NoiseState) -> tuple[float, float]:
+    """(mean, max) of |noisy - clean| log-probability on the probe.
+
+    Raises:
+        NoiseProofError: nothing moved although sigma is above zero.
+    """
+    change = (noisy_T - clean_T).abs()
+    largest = float(change.max())
+    if state.active and not largest > 0.0:
+        raise NoiseProofError(
+            f"noise stage {state.stage}, sigma {state.sigma:g}",
+            "did not change a single log-probability of the probe",
+            "raise sigma or use a wider model.dtype",
+        )
+    return float(change.mean()), largest

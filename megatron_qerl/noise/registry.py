@@ -1,0 +1,113 @@
+"""The norms of a model by logical role, and the only code that sets or clears their noise.
+
+Modules are found through the family's table, never by class name; how many there must be follows from the config
+alone. If the two counts differ, nothing runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_qerl.config.schema import NoiseSection
+from megatron_qerl.errors import ConfigError, FaultError, NoiseProofError
+from megatron_qerl.noise.schedule import sigma_of_stage, stage_of_step
+from megatron_qerl.noise.state import draw, modules_hash
+from megatron_qerl.types import NoiseState
+
+NormKey = tuple[int, str]
+
+
+class NoisyNorm(Protocol):
+    """A norm that takes noise: an FP32 clean scale and a replaceable FP32 displacement."""
+
+    weight: Tensor
+    noise: Tensor | None
+
+    def set_noise(self, z: Tensor | None) -> None:
+        """Replace the displacement; None clears it."""
+        ...
+
+
+class NoiseRegistry:
+    """Noise of one model on this rank.
+
+    Args:
+        norms: (block, role) -> norm on this rank.
+        expected: (block, role) -> channels of every norm of the whole model.
+        config: noise settings.
+        seed: the run's seed.
+
+    Raises:
+        ConfigError: a role that the model does not have.
+        NoiseProofError: a norm is not among those expected, or has other channels.
+    """
+
+    def __init__(
+        self, norms: Mapping[NormKey, NoisyNorm], expected: Mapping[NormKey, int], config: NoiseSection, seed: int
+    ) -> None:
+        known = {role for _, role in expected}
+        for role in config.roles if config.enabled else ():
+            if role not in known:
+                raise ConfigError(
+                    "noise.roles", role, f"this model has no such norm (it has {sorted(known)})", "remove the role"
+                )
+        self.config, self.seed = config, seed
+        self.expected = {k: c for k, c in expected.items() if config.enabled and k[1] in config.roles}
+        self.targets = {k: m for k, m in norms.items() if k in self.expected}
+        self._all = dict(norms)
+        for key, module in self.targets.items():
+            if module.weight.numel() != self.expected[key]:
+                raise NoiseProofError(
+                    f"norm {key}",
+                    f"has {module.weight.numel()} channels, the family's table says {self.expected[key]}",
+                    "the model and its config.json do not belong together",
+                )
+        self.hash = modules_hash(self.expected)
+
+    def state(self, step: int, total_steps: int) -> NoiseState:
+        """The noise of one training step, by the schedule."""
+        stage = stage_of_step(step, total_steps, self.config.stages) if self.config.enabled else 0
+        sigma = sigma_of_stage(self.config, stage) if self.config.enabled else 0.0
+        return NoiseState(
+            stage=stage,
+            sigma=sigma,
+            seed=self.seed,
+            step=step,
+            scope=self.config.scope,
+            roles=tuple(sorted(self.config.roles)) if self.config.enabled else (),
+            modules_hash=self.hash,
+        )
+
+    def apply(self, state: NoiseState | None) -> None:
+        """Put ``state`` in force, replacing whatever was there; None or sigma 0 leaves every norm clean.
+
+        Raises:
+            FaultError: the state belongs to another model or another set of roles.
+        """
+        for module in self._all.values():
+            module.set_noise(None)
+        if state is None or not state.active:
+            return
+        if state.modules_hash != self.hash:
+            raise FaultError(
+                f"noise state of step {state.step}",
+                f"was recorded for modules {state.modules_hash[:12]}, this model has {self.hash[:12]}",
+                "replay it on the model and noise.roles that it was recorded with",
+            )
+        for (block, role), module in self.targets.items():
+            z = torch.from_numpy(draw(state, block, role, self.expected[(block, role)]))
+            module.set_noise(z)
+
+    @contextmanager
+    def applied(self, state: NoiseState | None) -> Iterator[None]:
+        """``state`` in force within the block, every norm clean after it."""
+        self.apply(state)
+        try:
+            yield
+        finally:
+            self.apply(None)

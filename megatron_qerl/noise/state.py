@@ -1,0 +1,39 @@
+"""From a NoiseState to its noise vectors, exactly, anywhere.
+
+Element i of the vector for (block, role) is ``sigma * normal(Philox(seed; i // 4, step, block * 8 + role, slot))``. It
+depends on no rank, layout, device or earlier draw, so an engine or a replay needs the state and nothing else. ``slot``
+numbers the draws within a step for scopes narrower than the rollout; scope ``rollout`` uses slot 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_qerl.config.schema import NOISE_ROLES
+from megatron_qerl.rng import Domain, standard_normal, stream, stream_key
+from megatron_qerl.types import NoiseState
+
+_ROLE_CODE = {role: code for code, role in enumerate(NOISE_ROLES)}
+
+
+def modules_hash(channels: Mapping[tuple[int, str], int]) -> str:
+    """SHA-256 over the sorted (block, role, channels) of the modules that get noise."""
+    text = "\n".join(f"{block} {role} {size}" for (block, role), size in sorted(channels.items()))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def draw(state: NoiseState, block: int, role: str, channels: int, slot: int = 0) -> NDArray[np.float32]:
+    """FP32 [channels]: the noise vector of one norm.
+
+    Args:
+        block: index of the decoder block; the final norm has the index after the last block.
+        role: logical role, one of ``NOISE_ROLES``.
+        slot: draw within the step.
+    """
+    words = (state.step, block * 8 + _ROLE_CODE[role], slot)
+    bits = stream(stream_key(state.seed, Domain.NOISE), words, channels)
+    return (state.sigma * standard_normal(bits)).astype(np.float32)

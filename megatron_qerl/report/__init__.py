@@ -1,0 +1,1 @@
+"""A run folder as one HTML file, and the models of the files in it."""

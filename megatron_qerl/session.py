@@ -1,0 +1,179 @@
+"""Opening a model for use: the same steps for training, evaluation and export, in one place."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_qerl.config.schema import RunConfig
+from megatron_qerl.errors import CheckpointError, ConfigError
+from megatron_qerl.models.adapter_state import adapter_hash, collect
+from megatron_qerl.models.build import build_policy
+from megatron_qerl.models.load import initialize_adapters, load_base
+from megatron_qerl.models.policy import PolicyModel
+from megatron_qerl.models.shape import ModelShape, read_shape
+from megatron_qerl.models.walk import expected_norms, norms
+from megatron_qerl.noise.registry import NoiseRegistry
+from megatron_qerl.nvfp4.checkpoint import ModelFolder
+from megatron_qerl.parallel import setup
+from megatron_qerl.rollout.engine import RolloutEngine
+from megatron_qerl.types import NoiseState, PolicyVersion, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass
+class Session:
+    """A loaded policy with its tokenizer, noise and identity.
+
+    Attributes:
+        base_hash: SHA-256 naming the frozen base.
+        stop_token_ids: tokens that end a response.
+    """
+
+    config: RunConfig
+    parallel: setup.ParallelContext
+    folder: ModelFolder
+    shape: ModelShape
+    model: PolicyModel
+    tokenizer: PreTrainedTokenizerBase
+    registry: NoiseRegistry
+    base_hash: str
+    stop_token_ids: tuple[int, ...]
+
+    def engine(self) -> RolloutEngine:
+        """The engine that ``rollout.engine`` names."""
+        if self.config.rollout.engine != "embedded":
+            raise ConfigError(
+                "rollout.engine", self.config.rollout.engine, "is not available in this version", "use embedded"
+            )
+        from megatron_qerl.rollout.engines.embedded import EmbeddedEngine
+
+        return EmbeddedEngine(self.model, self.registry, self.config.rollout.max_batch_size)
+
+    def sampling(self, seed: int, temperature: float | None = None) -> SamplingParams:
+        """Sampling parameters of the run, at another temperature if given."""
+        rollout = self.config.rollout
+        return SamplingParams(
+            temperature=rollout.temperature if temperature is None else temperature,
+            max_new_tokens=rollout.max_new_tokens,
+            stop_token_ids=self.stop_token_ids,
+            seed=seed,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+        )
+
+    def policy(self, adapter_version: int, noise: NoiseState | None) -> PolicyVersion:
+        """The version of the policy as it stands now, hashed from the adapter's bytes."""
+        rollout = self.config.rollout
+        return PolicyVersion(
+            base_hash=self.base_hash,
+            adapter_version=adapter_version,
+            adapter_hash=adapter_hash(collect(self.model, self.shape)),
+            noise=noise if noise is not None and noise.active else None,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+        )
+
+    def memory(self) -> dict[str, float]:
+        """Bytes of the weights by kind, as metrics."""
+        frozen = [m.frozen for m in self.model.modules() if hasattr(m, "install")]
+        other = sum(p.numel() * p.element_size() for p in self.model.parameters() if not p.requires_grad)
+        adapter = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        return {
+            "memory/weights_packed_bytes": float(sum(f.packed_bytes for f in frozen) + other),
+            "memory/weights_cache_bytes": float(sum(f.cache_bytes for f in frozen)),
+            "memory/adapter_bytes": float(adapter),
+        }
+
+
+def open_session(config: RunConfig) -> Session:
+    """Check the model folder, start the process groups, build and load the policy.
+
+    Raises:
+        CheckpointError: the folder cannot be used.
+        ConfigError: the config does not fit the model or the machine.
+    """
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    folder = ModelFolder.open(config.model.path)
+    shape = read_shape(folder.config, folder.path)
+    folder.check_tokenizer()
+    _refuse_unbuilt(config)
+    context = setup.initialize(config.parallel, config.model.device, config.run.seed)
+    tokenizer = load_tokenizer(folder.path)
+    recompute = config.train.recompute
+    model = build_policy(
+        folder.config, config.model, config.parallel, config.lora, seed=config.run.seed, recompute=recompute
+    )
+    load_base(model, shape, folder, resident=config.model.weight_cache == "resident")
+    initialize_adapters(model, shape)
+    registry = NoiseRegistry(norms(model, shape), expected_norms(shape), config.noise, config.run.seed)
+    return Session(
+        config=config,
+        parallel=context,
+        folder=folder,
+        shape=shape,
+        model=model,
+        tokenizer=tokenizer,
+        registry=registry,
+        base_hash=folder.base_hash,
+        stop_token_ids=stop_tokens(folder.path, tokenizer),
+    )
+
+
+def _refuse_unbuilt(config: RunConfig) -> None:
+    """Settings that the schema knows and this version cannot honour; nothing is quietly ignored."""
+    if config.model.attention == "transformer_engine":
+        raise ConfigError("model.attention", "transformer_engine", "is not available in this version", "use sdpa")
+    if config.noise.enabled and config.noise.scope != "rollout":
+        raise ConfigError("noise.scope", config.noise.scope, "is not available in this version", "use rollout")
+    if config.noise.enabled and config.noise.application != "replace":
+        raise ConfigError(
+            "noise.application", config.noise.application, "is not available in this version", "use replace"
+        )
+    layout = config.parallel
+    sizes = {
+        "tensor_model_parallel_size": layout.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
+        "context_parallel_size": layout.context_parallel_size,
+        "expert_model_parallel_size": layout.expert_model_parallel_size,
+    }
+    for name, size in sizes.items():
+        if size != 1:
+            raise ConfigError(f"parallel.{name}", size, "training on several ranks is not proved yet", "use 1")
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder, from its files alone.
+
+    Raises:
+        CheckpointError: the folder has no usable tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, clean_up_tokenization_spaces=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"tokenizer in {path}", type(error).__name__, "cannot be read", "copy tokenizer.json and its config there"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise CheckpointError(f"eos_token in {path}", None, "a response could never stop", "use a complete tokenizer")
+    return tokenizer
+
+
+def stop_tokens(path: Path, tokenizer: Any) -> tuple[int, ...]:
+    """End-of-sequence tokens of the tokenizer and of generation_config.json."""
+    stops = {int(tokenizer.eos_token_id)}
+    file = path / "generation_config.json"
+    if file.is_file():
+        found = json.loads(file.read_text()).get("eos_token_id")
+        stops.update(found if isinstance(found, list) else [] if found is None else [found])
+    return tuple(sorted(stops))

@@ -1,0 +1,143 @@
+"""From groups with advantages to micro-batches of packed tokens.
+
+A micro-batch is a set of whole groups whose packed length stays within the token budget. A group too long for the
+budget is cut between responses, and its prompt repeated. What belongs to a response travels with it as flat vectors
+over its tokens, in the order in which the model returns log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_qerl.errors import ConfigError
+from megatron_qerl.layers.packing import PackedTokens, pack
+from megatron_qerl.types import Group
+
+
+@dataclass(frozen=True)
+class TrainingResponse:
+    """One response as the objective sees it; ``sequence`` numbers it in the batch."""
+
+    token_ids: tuple[int, ...]
+    rollout_logprobs: tuple[float, ...]
+    advantage: float
+    sequence: int
+
+
+@dataclass(frozen=True)
+class TrainingGroup:
+    """A prompt and the responses of its group."""
+
+    prompt_ids: tuple[int, ...]
+    responses: tuple[TrainingResponse, ...]
+
+    def packed_tokens(self, share_prefix: bool) -> int:
+        """Length in the pack: the last token of a response is a target only."""
+        own = sum(len(r.token_ids) - 1 for r in self.responses)
+        return own + len(self.prompt_ids) * (1 if share_prefix else len(self.responses))
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A packed micro-batch and its per-token vectors.
+
+    Attributes:
+        tokens: input of the model.
+        rollout_logprobs, advantages: FP32 [n] over response tokens.
+        sequence: int64 [n], number of each token's response in the whole batch.
+    """
+
+    tokens: PackedTokens
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    sequence: Tensor
+
+
+def training_groups(groups: Sequence[Group]) -> list[TrainingGroup]:
+    """Groups with advantages -> training groups, responses numbered through."""
+    result, number = [], 0
+    for group in groups:
+        assert len(group.advantages) == len(group.responses), "advantages come before packing"
+        responses = []
+        for scored, advantage in zip(group.responses, group.advantages, strict=True):
+            completion = scored.completion
+            responses.append(TrainingResponse(completion.token_ids, completion.logprobs, advantage, number))
+            number += 1
+        result.append(TrainingGroup(group.prompt.token_ids, tuple(responses)))
+    return result
+
+
+def _split_long(group: TrainingGroup, budget: int, share_prefix: bool) -> list[TrainingGroup]:
+    pieces: list[TrainingGroup] = []
+    current: list[TrainingResponse] = []
+    for response in group.responses:
+        single = TrainingGroup(group.prompt_ids, (response,))
+        if single.packed_tokens(share_prefix) > budget:
+            raise ConfigError(
+                "train.microbatch_tokens",
+                budget,
+                f"one prompt and response need {single.packed_tokens(share_prefix)} tokens",
+                "raise train.microbatch_tokens or lower rollout.max_new_tokens",
+            )
+        trial = TrainingGroup(group.prompt_ids, (*current, response))
+        if current and trial.packed_tokens(share_prefix) > budget:
+            pieces.append(TrainingGroup(group.prompt_ids, tuple(current)))
+            current = []
+        current.append(response)
+    pieces.append(TrainingGroup(group.prompt_ids, tuple(current)))
+    return pieces
+
+
+def plan_microbatches(
+    groups: Sequence[TrainingGroup], budget: int, *, share_prefix: bool
+) -> list[list[TrainingGroup]]:
+    """First-fit decreasing by packed length.
+
+    Raises:
+        ConfigError: a single response does not fit the budget.
+    """
+    pieces = [p for g in groups for p in _split_long(g, budget, share_prefix)]
+    pieces.sort(key=lambda p: -p.packed_tokens(share_prefix))
+    bins: list[list[TrainingGroup]] = []
+    loads: list[int] = []
+    for piece in pieces:
+        size = piece.packed_tokens(share_prefix)
+        for i, load in enumerate(loads):
+            if load + size <= budget:
+                bins[i].append(piece)
+                loads[i] += size
+                break
+        else:
+            bins.append([piece])
+            loads.append(size)
+    return bins
+
+
+def build_microbatch(groups: Sequence[TrainingGroup], device: torch.device, *, share_prefix: bool) -> MicroBatch:
+    """Pack one micro-batch onto ``device``."""
+    tokens = pack([(g.prompt_ids, [r.token_ids for r in g.responses]) for g in groups], device,
+                  share_prefix=share_prefix)
+    responses = [r for g in groups for r in g.responses]
+    lengths = torch.tensor([len(r.token_ids) for r in responses])
+
+    def spread(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).repeat_interleave(lengths).to(device)
+
+    rollout = torch.tensor([x for r in responses for x in r.rollout_logprobs], dtype=torch.float32, device=device)
+    return MicroBatch(
+        tokens,
+        rollout,
+        spread([r.advantage for r in responses], torch.float32),
+        spread([r.sequence for r in responses], torch.int64),
+    )
+
+
+def split_minibatches(groups: Sequence[TrainingGroup], count: int) -> list[list[TrainingGroup]]:
+    """``count`` near-equal runs of groups, in order; fewer if there are fewer groups."""
+    count = min(count, len(groups))
+    bounds = [len(groups) * i // count for i in range(count + 1)]
+    return [list(groups[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]

@@ -1,0 +1,191 @@
+"""Training checkpoints: everything that the next step depends on, or nothing.
+
+A checkpoint is a folder ``step_N`` with adapter, optimizer and the run's position. Tensors are stored canonically (full
+matrices, Hugging Face names), so any parallel layout can resume them. The folder is written under a temporary name,
+synced, and renamed; a crash or a full disk leaves the previous checkpoint untouched.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_qerl.errors import CheckpointError, FaultError
+from megatron_qerl.models.adapter_state import adapter_hash, collect, restore
+from megatron_qerl.models.policy import PolicyModel
+from megatron_qerl.models.shape import ModelShape
+from megatron_qerl.trainer.optimizer import AdapterOptimizer
+
+_TENSOR_FILES = ("adapter", "master", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class RunPosition:
+    """Where a run stands between two steps.
+
+    Attributes:
+        step: steps finished.
+        updates: optimizer updates made (adapter version).
+        data_position: prompts drawn from the data order.
+        stream: number of the next draw of a prompt; names its random stream.
+        metrics_lines: lines of metrics.jsonl that belong to finished steps.
+        samples_lines: lines of samples.jsonl, likewise.
+        wall_s: seconds by phase so far.
+        tokens: counts so far.
+        config_hash: of the resolved config, so that a resume under other settings is refused.
+        base_hash: of the frozen base.
+        adapter_hash: of the adapter tensors in this checkpoint.
+        extra: results that the summary needs, such as the evaluation before training.
+    """
+
+    step: int
+    updates: int
+    data_position: int
+    stream: int
+    metrics_lines: int
+    samples_lines: int
+    wall_s: dict[str, float]
+    tokens: dict[str, int]
+    config_hash: str
+    base_hash: str
+    adapter_hash: str
+    extra: dict[str, Any]
+
+
+def _views(optimizer: AdapterOptimizer) -> dict[str, Any]:
+    return {
+        "adapter": lambda p: p.data,
+        "master": optimizer.master,
+        "exp_avg": optimizer.moment("exp_avg"),
+        "exp_avg_sq": optimizer.moment("exp_avg_sq"),
+    }
+
+
+def _write(folder: Path, files: dict[str, dict[str, Tensor]], position: RunPosition) -> None:
+    for name, tensors in files.items():
+        save_file(tensors, folder / f"{name}.safetensors")
+    torch.save(torch.get_rng_state(), folder / "rng.pt")
+    (folder / "position.json").write_text(json.dumps(asdict(position), indent=1, sort_keys=True))
+    for file in folder.iterdir():
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+
+
+def save(
+    run_dir: Path,
+    position: RunPosition,
+    model: PolicyModel,
+    shape: ModelShape,
+    optimizer: AdapterOptimizer,
+    keep: int,
+) -> Path:
+    """Write ``run_dir/checkpoints/step_N`` and drop the oldest beyond ``keep``.
+
+    Raises:
+        FaultError: the disk is full or cannot be written; earlier checkpoints stay, nothing half-written remains.
+    """
+    root = run_dir / "checkpoints"
+    final = root / f"step_{position.step:06d}"
+    temporary = root / f".step_{position.step:06d}.tmp"
+    # A collective: every rank takes part, rank 0 writes.
+    files = {name: collect(model, shape, view) for name, view in _views(optimizer).items()}
+    if dist.get_rank() == 0:
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            _write(temporary, files, position)
+            shutil.rmtree(final, ignore_errors=True)
+            temporary.rename(final)
+        except (OSError, RuntimeError) as error:
+            # safetensors reports a failed write as its own RuntimeError subclass.
+            shutil.rmtree(temporary, ignore_errors=True)
+            full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+            raise FaultError(
+                f"saving checkpoint {final}",
+                "the disk is full" if full else f"could not be written ({error})",
+                "free space and start again with --resume; the previous checkpoint is untouched",
+            ) from error
+        for old in list_checkpoints(run_dir)[:-keep]:
+            shutil.rmtree(old)
+    dist.barrier()
+    return final
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    root = run_dir / "checkpoints"
+    return sorted(p for p in root.glob("step_*") if (p / "position.json").is_file())
+
+
+def find(run_dir: Path, name: str = "latest") -> Path:
+    """The checkpoint called ``name`` ("latest", "step_000010" or "10").
+
+    Raises:
+        CheckpointError: there is none, or none of that name.
+    """
+    found = list_checkpoints(run_dir)
+    if not found:
+        raise CheckpointError("checkpoint", run_dir, "holds no finished checkpoint", "train the run first")
+    if name == "latest":
+        return found[-1]
+    wanted = name if name.startswith("step_") else f"step_{int(name):06d}" if name.isdigit() else name
+    for folder in found:
+        if folder.name == wanted:
+            return folder
+    raise CheckpointError(
+        "checkpoint", name, f"not found in {run_dir}", f"choose from {', '.join(f.name for f in found)}"
+    )
+
+
+def read_position(folder: Path) -> RunPosition:
+    """The position stored in a checkpoint."""
+    return RunPosition(**json.loads((folder / "position.json").read_text()))
+
+
+def load_adapter(folder: Path, model: PolicyModel, shape: ModelShape) -> dict[str, Tensor]:
+    """Put only the adapter of a checkpoint into a model (evaluation, export); checks its hash.
+
+    Raises:
+        CheckpointError: the tensors are not those that were saved, or do not fit.
+    """
+    tensors = load_file(folder / "adapter.safetensors")
+    position = read_position(folder)
+    found = adapter_hash(tensors)
+    if found != position.adapter_hash:
+        raise CheckpointError(
+            f"{folder}/adapter.safetensors",
+            found[:12],
+            f"its SHA-256 should be {position.adapter_hash[:12]}",
+            "the file was changed after it was saved; use another checkpoint",
+        )
+    restore(model, shape, tensors, folder)
+    return tensors
+
+
+def load(folder: Path, model: PolicyModel, shape: ModelShape, optimizer: AdapterOptimizer) -> RunPosition:
+    """Restore adapter, optimizer and RNG, bit for bit.
+
+    Raises:
+        CheckpointError: a file is missing or does not fit the run.
+    """
+    for name in _TENSOR_FILES:
+        if not (folder / f"{name}.safetensors").is_file():
+            raise CheckpointError(f"{folder}", f"{name}.safetensors", "is missing", "use a complete checkpoint")
+    position = read_position(folder)
+    load_adapter(folder, model, shape)
+    for name, view in _views(optimizer).items():
+        if name != "adapter":
+            restore(model, shape, load_file(folder / f"{name}.safetensors"), folder, view)
+    optimizer.set_updates(position.updates)
+    torch.set_rng_state(torch.load(folder / "rng.pt", weights_only=True))
+    return position
