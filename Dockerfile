@@ -32,7 +32,7 @@ RUN /opt/uv/bin/uv pip install --no-cache --constraints constraints.txt --extra 
 
 # 3. Transformer Engine, whose torch extension is compiled against the torch installed above.
 RUN if [ "${TRANSFORMER_ENGINE}" = 1 ]; then \
-        /opt/uv/bin/uv pip install --no-cache --constraints constraints.txt setuptools wheel pybind11 ninja \
+        /opt/uv/bin/uv pip install --no-cache --constraints constraints.txt setuptools ninja wheel==0.48.0 pybind11==3.1.0 \
         && NVTE_FRAMEWORK=pytorch /opt/uv/bin/uv pip install --no-cache --constraints constraints.txt \
             --no-build-isolation --extra gpu --requirements pyproject.toml; \
     fi
@@ -48,7 +48,8 @@ RUN groupadd --gid 10001 qerl \
     && useradd --uid 10001 --gid qerl --create-home --shell /bin/bash qerl \
     && install --directory --owner qerl --group qerl /workspace
 COPY --chown=qerl:qerl configs /workspace/configs
-USER qerl
+# By number, so that a cluster that refuses root can see that this is another user.
+USER 10001:10001
 WORKDIR /workspace
 
 ARG VERSION=0.1.0

@@ -12,7 +12,7 @@ NVFP4_MODEL := models/smollm2-nvfp4
 # Extra words: make test ARGS="-k loader", make demo ARGS="train.steps=5"
 ARGS ?=
 
-.PHONY: help setup demo test checks clean
+.PHONY: help setup demo test checks lint types imports shells image-lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,12 +35,22 @@ $(NVFP4_MODEL)/config.json: | setup $(HF_MODEL)/config.json
 test: setup ## run the tests
 	$(BIN)/python -m pytest --durations=15 $(ARGS)
 
-checks: setup ## lint, format, types, import rules, shell scripts, Dockerfile
+checks: lint types imports shells image-lint ## all static checks; make -k checks goes on after a failure
+
+lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: setup
 	$(BIN)/mypy
+
+imports: setup
 	$(BIN)/lint-imports
-	$(BIN)/shellcheck $$(find . \( -name '.?*' -o -name models -o -name runs \) ! -name .ci -prune -o -name '*.sh' -print) .ci/run
+
+shells: setup
+	$(BIN)/shellcheck $$(find . \( -name '.?*' -o -name models -o -name runs \) -prune -o -name '*.sh' -print) .ci/run
+
+image-lint: setup
 	$(BIN)/hadolint Dockerfile
 
 clean: ## remove the environment and caches; models and runs stay

@@ -32,7 +32,7 @@ def rollout_values(collected: CollectedStep) -> dict[str, float]:
         "reward/mean": mean,
         "reward/std": math.sqrt(sum((x - mean) ** 2 for x in rewards) / len(rewards)),
         "reward/score_mean": sum(r.judgement.score for r in responses) / len(responses),
-        **{f"outcome/{name}_fraction": value for name, value in fractions.items()},
+        **fractions,
         **collected.report.as_metrics(),
         "groups/kept": float(len(collected.trainable)),
         "length/mean_tokens": sum(lengths) / len(lengths),

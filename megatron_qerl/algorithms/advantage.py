@@ -15,7 +15,7 @@ from megatron_qerl.types import Group
 
 
 def group_advantages(rewards: Sequence[float], epsilon: float) -> tuple[float, ...]:
-    """A_i = (R_i - mean R) / (std R + epsilon) with the population standard deviation (GRPO; QeRL section 3.1).
+    """A_i = (R_i - mean R) / (std R + epsilon) with the population standard deviation (GRPO, arXiv 2402.03300).
 
     Args:
         rewards: the G rewards of one group, finite.

@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO): groups without a learning signal are dropped and, up to a bound, replaced.
+"""Dynamic sampling (DAPO section 3.2): groups without a learning signal are dropped and, up to a bound, replaced.
 
 A group is judged on the raw task score. Judged on the shaped reward, a group that is wrong throughout would be kept
 because its responses differ in length, and the update would then learn length alone.

@@ -54,7 +54,7 @@ def clipped_policy_loss(
     clip_high: float,
     weights: Tensor | None = None,
 ) -> TokenLoss:
-    """-w * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) for each token (DAPO equation 8; PPO equation 7).
+    """-w * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) for each token (DAPO section 3.1; PPO equation 7).
 
     Args:
         logprobs: float32 [T], of the policy being trained; the only input that gets a gradient.

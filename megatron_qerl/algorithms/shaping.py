@@ -1,4 +1,4 @@
-"""Soft overlong punishment (DAPO equation 13): a response pays for the last stretch before the token limit.
+"""Soft overlong punishment (DAPO section 3.4): a response pays for the last stretch before the token limit.
 
 A hard zero for truncated responses punishes sound reasoning for being cut off. Here the penalty grows linearly over the
 last ``buffer_tokens`` of the budget instead. It touches the reward alone: the raw score stays what the verifier said,

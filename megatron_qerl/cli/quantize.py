@@ -12,7 +12,10 @@ from megatron_qerl.cli.common import PROGRAM
 from megatron_qerl.cli.config_args import OVERRIDE_FORM, add_config_arguments
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron_qerl.config.schema import QuantizeConfig
+    from megatron_qerl.nvfp4.format import PackedWeight
 
 _DESCRIPTION = """\
 Turn a Hugging Face model folder into a ModelOpt NVFP4 checkpoint: 4-bit weights, one scale for each 16 of them.
@@ -124,12 +127,18 @@ def _plan(config: QuantizeConfig, *, verify: bool) -> Iterator[str]:
 
 
 def _verify(folder: Path, source: Path | None) -> int:
-    from megatron_qerl.layers.kernels import packed_matmul
     from megatron_qerl.nvfp4.verify import verify
 
-    report = verify(folder, source, packed_matmul)
+    report = verify(folder, source, _packed_matmul, progress=_show_progress)
     print(report.render())
     return 0 if report.ok else 1
+
+
+def _packed_matmul(x: Tensor, weight: PackedWeight) -> Tensor:
+    """x [M, K] times a packed weight [N, K], transposed, as the trainer's layers compute it."""
+    from megatron_qerl.layers.kernels import NVFP4Weight, nvfp4_linear
+
+    return nvfp4_linear(x, NVFP4Weight(weight.packed, weight.block_scale, float(weight.tensor_scale)))
 
 
 def _show_progress(stage: str, done: int, total: int) -> None:

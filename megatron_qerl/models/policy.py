@@ -91,6 +91,10 @@ class PolicyModel(HybridModel):  # type: ignore[misc]
             On a pipeline stage that is not the last: hidden states [S, B, H].
         """
         hidden = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
+        if hidden is not None and self.config.recompute_granularity is not None and torch.is_grad_enabled():
+            # Megatron's checkpoint follows gradients through its inputs only. The embedding is frozen, so without this
+            # the first layers' adapters, or all of them, would get no gradient and no error.
+            hidden = hidden.detach().requires_grad_(True)
         hidden = self.decoder(
             hidden_states=hidden,
             attention_mask=attention_mask,

@@ -18,6 +18,7 @@ as strong, so the manifest records the folding factors of each norm; their geome
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ FOLDING_FILE = "awq_folding.npz"
 
 # A linear that reads another linear's output: the rows it divides. up * silu(gate) and attention's mixture of values
 # are linear in up and v.
-_ROWS_BEFORE = {"o": "self_attn.v_proj", "down": "mlp.up_proj"}
+ROWS_BEFORE = {"o": "self_attn.v_proj", "down": "mlp.up_proj"}
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def fold_layer(
             name = f"{group.norm}.weight"
             folded[name], factor = _divide_stored(folded[name], wanted)
         else:
-            rows = _ROWS_BEFORE[group.name]
+            rows = ROWS_BEFORE[group.name]
             bias = folded.get(f"{rows}.bias")
             factor = wanted
             if bias is not None:
@@ -164,7 +165,7 @@ def _is_linear_weight(name: str) -> bool:
 
 def _centred(scale: Tensor) -> Tensor:
     """The factors times a power of two that brings their geometric mean near 1; quantisation does not notice it."""
-    return scale * 2.0 ** -float(scale.log2().mean().round())
+    return scale * math.ldexp(1.0, -round(float(scale.log2().mean())))
 
 
 def _divide_stored(values: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,7 +181,7 @@ def _divide_stored(values: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 def write_folding(folder: Path, folds: list[LayerFold]) -> None:
     """Write all factors beside the weights, as ``model.layers.<i>.<group>`` -> float32 [K]; for verification only."""
-    arrays = {
+    arrays: dict[str, Any] = {
         f"{layer_prefix(layer)}{name}": factor.numpy()
         for layer, fold in enumerate(folds)
         for name, factor in fold.factors.items()

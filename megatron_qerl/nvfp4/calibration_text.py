@@ -179,8 +179,8 @@ def _travel(draw: random.Random) -> str:
     name, start, end = draw.choice(_NAMES), draw.choice(_PLACES), draw.choice(_PLACES)
     speed, hours = draw.randint(3, 90), draw.randint(2, 9)
     return (
-        f"{name} travels from the {start} to the {end} at {speed} kilometres an hour and needs {hours} hours. How far is "
-        f"it?\nDistance is speed times time: {speed} * {hours} = {speed * hours}. It is {speed * hours} kilometres."
+        f"{name} travels from the {start} to the {end} at {speed} kilometres an hour and needs {hours} hours. How far "
+        f"is it?\nDistance is speed times time: {speed} * {hours} = {speed * hours}. It is {speed * hours} kilometres."
     )
 
 
@@ -234,6 +234,6 @@ def _rule(draw: random.Random) -> str:
     terms = [first + step * i for i in range(length)]
     listed = ", ".join(str(term) for term in terms)
     return (
-        f"Consider the sequence {listed}. Each term is {step} more than the one before, so the term after {terms[-1]} is "
-        f"{terms[-1] + step}, and term number n is {first} + {step} * (n - 1)."
+        f"Consider the sequence {listed}. Each term is {step} more than the one before, so the term after {terms[-1]} "
+        f"is {terms[-1] + step}, and term number n is {first} + {step} * (n - 1)."
     )

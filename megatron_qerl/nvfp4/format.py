@@ -145,17 +145,17 @@ def is_power_of_two(scale: float) -> bool:
     return scale > 0.0 and math.frexp(scale)[0] == 0.5
 
 
-def block_scales(weight: Tensor, tensor_scale: float) -> Tensor:
-    """Block scales float8_e4m3fn [N, K/16]: amax of the block over 6 * tensor_scale, kept within [2^-6, 448].
+def block_scales_of(block_amax: Tensor, tensor_scale: float) -> Tensor:
+    """Block scales float8_e4m3fn: amax of the block over 6 * tensor_scale, kept within [2^-6, 448].
 
     A block of zeros gets 1, as ModelOpt writes it. A block whose own scale would be below 2^-6 gets 2^-6: its values
     then land on a coarser grid, at most half of 0.5 * 2^-6 * tensor_scale away.
+
+    Args:
+        block_amax: float32, largest magnitude of each block, any shape.
     """
-    n, k = weight.shape
-    assert k % BLOCK == 0, weight.shape
-    amax = weight.reshape(n, k // BLOCK, BLOCK).abs().amax(dim=-1).float()
-    scale = (amax / (E2M1_MAX * tensor_scale)).clamp(MIN_BLOCK_SCALE, E4M3_MAX)
-    return torch.where(amax == 0, torch.ones_like(scale), scale).to(torch.float8_e4m3fn)
+    scale = (block_amax / (E2M1_MAX * tensor_scale)).clamp(MIN_BLOCK_SCALE, E4M3_MAX)
+    return torch.where(block_amax == 0, torch.ones_like(scale), scale).to(torch.float8_e4m3fn)
 
 
 def quantize_blocks(weight: Tensor, tensor_scale: float) -> PackedWeight:
@@ -166,8 +166,10 @@ def quantize_blocks(weight: Tensor, tensor_scale: float) -> PackedWeight:
         tensor_scale: what :func:`power_of_two_tensor_scale` gives for the tensor or its fused group.
     """
     n, k = weight.shape
-    scale = block_scales(weight, tensor_scale)
-    steps = weight.float().view(n, k // BLOCK, BLOCK) / (scale.float() * tensor_scale).unsqueeze(-1)
+    assert k % BLOCK == 0, weight.shape
+    blocks = weight.float().reshape(n, k // BLOCK, BLOCK)
+    scale = block_scales_of(blocks.abs().amax(dim=-1), tensor_scale)
+    steps = blocks / (scale.float() * tensor_scale).unsqueeze(-1)
     return PackedWeight(
         packed=pack(encode(steps.view(n, k))),
         block_scale=scale,

@@ -29,7 +29,7 @@ from megatron_qerl.nvfp4.format import (
     MIN_BLOCK_SCALE,
     TENSOR_SCALE_DIVISOR,
     PackedWeight,
-    block_scales,
+    block_scales_of,
     power_of_two_tensor_scale,
 )
 from megatron_qerl.nvfp4.sketch import ActivationSketch
@@ -119,12 +119,12 @@ def pack_layer(groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, PackedWe
         modelopt.mtq.quantize(layer, copy.deepcopy(modelopt.mtq.W4A16_NVFP4_CFG), forward_loop=None)
     packed = {}
     for members in groups.values():
-        quantizers = [layer[_module_name(member)].weight_quantizer for member in members]
+        quantizers: list[Any] = [layer.get_submodule(_module_name(m)).weight_quantizer for m in members]
         amax = max(float(quantizer._amax) for quantizer in quantizers)
         for quantizer in quantizers:
             quantizer._amax = torch.full_like(quantizer._amax, _written_amax(amax), dtype=torch.float32)
         for member, quantizer in zip(members, quantizers, strict=True):
-            packed[member] = _pack(layer[_module_name(member)].weight.detach(), quantizer)
+            packed[member] = _pack(members[member], quantizer)
     return packed
 
 
@@ -150,10 +150,10 @@ def _pack(weight: Tensor, quantizer: Any) -> PackedWeight:
     """Pack one weight with ModelOpt's tensor class, some rows at a time to bound the scratch memory."""
     qtensor = _modelopt().NVFP4QTensor
     tensor_scale = qtensor.get_weights_scaling_factor_2_from_quantizer(quantizer)
-    n, k = weight.shape
+    k = weight.shape[1]
     rows = max(1, _ROWS_AT_ONCE_ELEMENTS // k)
     packed, scales = [], []
-    for part in weight.split(rows):
+    for part in torch.split(weight, rows):
         scale, _ = qtensor.get_weights_scaling_factor(part, BLOCK, tensor_scale)
         scale = scale.float().clamp(min=MIN_BLOCK_SCALE).to(torch.float8_e4m3fn)
         quantized, _, _ = qtensor.quantize(part, BLOCK, scale, tensor_scale)
@@ -207,9 +207,8 @@ def search_scales(linears: Mapping[str, tuple[Tensor, ActivationSketch]]) -> dic
         modelopt.mtq.quantize(layer, _awq_config(modelopt), forward_loop=feed)
     results = {}
     for name, (weight, sketch) in linears.items():
-        found = layer.get_submodule(name).awq_lite
-        error = (weight - fake_quantize(weight)) if weight.numel() else weight
-        plain_loss = float((sketch.rows @ error.T).square().mean())
+        found: Any = layer.get_submodule(name).awq_lite
+        plain_loss = float((sketch.rows @ (weight - fake_quantize(weight)).T).square().mean())
         best = float(found.best_alpha)
         results[name] = ScaleSearch(found.best_scale.detach().float(), best, float(found.loss[best]), plain_loss)
     return results
@@ -235,17 +234,19 @@ def fake_quantize(weight: Tensor) -> Tensor:
         weight: float32 [N, K].
     """
     n, k = weight.shape
-    tensor_scale = power_of_two_tensor_scale(float(weight.abs().amax()))
-    result = torch.empty_like(weight)
+    blocks = weight.view(n, k // BLOCK, BLOCK)
     rows = max(1, _CACHED_ELEMENTS // k)
-    for source, out in zip(weight.split(rows), result.split(rows), strict=True):
-        scale = (block_scales(source, tensor_scale).float() * tensor_scale).unsqueeze(-1)
-        values = source.view(len(source), k // BLOCK, BLOCK) / scale
+    amax = torch.cat([part.abs().amax(dim=-1) for part in torch.split(blocks, rows)])
+    tensor_scale = power_of_two_tensor_scale(float(amax.max()))
+    scales = (block_scales_of(amax, tensor_scale).float() * tensor_scale).unsqueeze(-1)
+    result = torch.empty_like(blocks)
+    for part, scale, out in zip(*(torch.split(t, rows) for t in (blocks, scales, result)), strict=True):
+        values = part / scale
         # The spacing of E2M1 is half the power of two below the magnitude, counted from 1 up to 4.
         power = values.abs().clamp_(1.0, 4.0).view(torch.int32).bitwise_and_(_FLOAT32_EXPONENT).view(torch.float32)
         values.div_(power).mul_(2.0).round_().mul_(0.5).mul_(power).clamp_(-E2M1_MAX, E2M1_MAX)
-        torch.mul(values, scale, out=out.view_as(values))
-    return result
+        torch.mul(values, scale, out=out)
+    return result.view(n, k)
 
 
 def check_weight(name: str, weight: Tensor) -> None:

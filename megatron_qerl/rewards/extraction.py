@@ -22,7 +22,7 @@ import re
 from collections import deque
 
 # Possessive quantifiers (``++``) keep the lookaheads honest: without them 12 in 12^2 would be read as 1.
-_DIGITS = r"(?:\d{1,3}+(?:,\d{3})++(?!\d)(?:\.\d++)?|\d++(?:\.\d++)?|\.\d++)"
+_DIGITS = r"(?:\d{1,3}+(?:,\d{3})++(?!\d)(?:\.\d++)?|\d+(?:\.\d+)?|\.\d++)"
 _NUMBER = re.compile(
     r"(?<![A-Za-z0-9_^])(?<!\d\*\*)(?<!\d\.)"
     r"(?:(?<![A-Za-z0-9_)\]}])(?P<sign>[-\u2212]))?"

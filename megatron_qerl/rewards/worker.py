@@ -127,7 +127,13 @@ def reply_to(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(requests: TextIO, replies: TextIO) -> None:
-    """Answer until the requests end."""
+    """Answer until the requests end.
+
+    The first formula costs seconds, spent on tables that later ones reuse. Two are judged before the worker calls
+    itself ready, so that no answer's time limit pays for that.
+    """
+    assert judge(r"\frac{1}{2}", "0.5") == "correct"
+    assert judge("(x + 1)^2", "x^2 + 2 x + 1") == "correct"
     replies.write(json.dumps({"ready": True}) + "\n")
     replies.flush()
     for line in requests:

@@ -218,10 +218,10 @@ class Trainer:
         )
         unique, sequence = torch.unique(batch.sequence, return_inverse=True)
         mode = self.algorithm.loss_aggregation
-        total = aggregate(token_loss.loss_T, mask, sequence, mode, 1, 1)
+        total = aggregate(token_loss.loss, mask, sequence, mode, 1, 1)
         count = mask.numel() if mode == "token_mean" else unique.numel()
         if not bool(torch.isfinite(total)):
-            bad = batch.sequence[~torch.isfinite(token_loss.loss_T)].unique().tolist()
+            bad = batch.sequence[~torch.isfinite(token_loss.loss)].unique().tolist()
             raise NonFiniteError(
                 f"loss of update {self.optimizer.updates}",
                 f"is not finite in responses {bad[:8]} of the batch",

@@ -1,4 +1,4 @@
-"""A verifier process that misbehaves on request; run as a script. The answer says what to do."""
+"""A verifier process that starts at once, compares text, and misbehaves when the answer says so. Run as a script."""
 
 import json
 import os
@@ -13,6 +13,7 @@ for line in sys.stdin:
     if request["answer"] == "die":
         os._exit(3)
     serial = -1 if request["answer"] == "confuse" else request["id"]
-    print(json.dumps({"id": serial, "verdict": "correct"}), flush=True)
+    verdict = "wrong" if request["answer"] != request["reference"] else "correct"
+    print(json.dumps({"id": serial, "verdict": verdict}), flush=True)
     if request["answer"] == "die afterwards":
         os._exit(3)

@@ -76,8 +76,6 @@ def run_expecting_exit(argv: list[str]) -> int:
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])
 def test_help_has_an_example_and_loads_nothing_heavy(command: str | None) -> None:
-    if command == "doctor":
-        pytest.importorskip("megatron_qerl.cli.doctor")
     argv = ["--help"] if command is None else [command, "--help"]
     code = (
         "import sys\nfrom megatron_qerl.cli.main import main\n"
@@ -289,10 +287,22 @@ def test_a_failed_verification_is_shown_and_fails(calls: dict[str, Any], capsys:
     assert calls["verify"][0][:2] == (Path("x"), Path("y"))
 
 
+def test_verification_multiplies_as_the_trainer_does(calls: dict[str, Any]) -> None:
+    import torch
+
+    from megatron_qerl.nvfp4.format import quantize_blocks
+
+    main(["quantize", "--verify-only", "x"])
+    matmul = calls["verify"][0][2]
+    generator = torch.Generator().manual_seed(3)
+    weight = quantize_blocks(torch.randn(8, 32, generator=generator), 2.0**-8)
+    x = torch.randn(5, 32, generator=generator)
+    reference = x.double() @ weight.decode(torch.float64).T
+    torch.testing.assert_close(matmul(x, weight).double(), reference, rtol=1e-5, atol=1e-5)
+
+
 def test_every_command_has_its_two_functions() -> None:
     for name in COMMANDS:
-        if name == "doctor":
-            pytest.importorskip("megatron_qerl.cli.doctor")
         _, module = cli.build_parser(name)
         assert module is not None
         assert callable(module.add_arguments)

@@ -17,7 +17,7 @@ from megatron_qerl.config.schema import RewardSection
 from megatron_qerl.errors import DataError, FaultError
 from megatron_qerl.rewards.math import MathVerifier
 from megatron_qerl.rewards.outcome import OutcomeCounts
-from megatron_qerl.rewards.process import VerifierProcess
+from megatron_qerl.rewards.process import VerifierProcess, default_command
 from megatron_qerl.types import Judgement, Outcome, Problem
 
 FAKE = (sys.executable, str(Path(__file__).parents[1] / "support" / "fake_verifier.py"))
@@ -27,6 +27,13 @@ FAKE = (sys.executable, str(Path(__file__).parents[1] / "support" / "fake_verifi
 def verifier():
     with MathVerifier(RewardSection(timeout_s=30.0)) as opened:
         yield opened
+
+
+def fake_verifier(section, workers=1):
+    """The real verifier around processes that start at once and compare text."""
+    verifier = MathVerifier(section)
+    verifier._processes = [VerifierProcess(FAKE) for _ in range(workers)]
+    return verifier
 
 
 def outcomes(verifier, pairs):
@@ -121,7 +128,7 @@ def test_verdicts(verifier):
 
 
 def test_judgements_carry_score_and_extract():
-    with MathVerifier(RewardSection(correct_score=2.0, wrong_score=-1.0, timeout_s=30.0)) as scored:
+    with fake_verifier(RewardSection(correct_score=2.0, wrong_score=-1.0)) as scored:
         right, wrong, unparsable = scored.judge_all([("=7", "7", "stop"), ("=8", "7", "stop"), ("?", "7", "stop")])
     assert right == Judgement(Outcome.CORRECT, 2.0, "7")
     assert wrong == Judgement(Outcome.WRONG, -1.0, "8")
@@ -145,9 +152,6 @@ def test_a_cut_response_is_judged_or_not_as_configured(verifier, finish_reason):
 def test_an_unreadable_reference_is_an_error_that_names_it(verifier):
     with pytest.raises(DataError, match=r"frac\{.*cannot read the reference"):
         verifier.judge_all([("7", "7", "stop"), ("7", r"\frac{", "stop")])
-    # It is an error too when the model gave no answer.
-    with pytest.raises(DataError):
-        verifier.judge_all([("no idea", r"\frac{", "stop")])
 
 
 def test_references_are_checked_by_problem(verifier):
@@ -172,7 +176,7 @@ def test_sixty_four_short_answers_take_less_than_three_tenths_of_a_second(verifi
 
 def test_several_workers_keep_the_order():
     items = [(str(n), str(n if n % 3 else n + 1), "stop") for n in range(1, 40)]
-    with MathVerifier(RewardSection(timeout_s=30.0), workers=2) as pool:
+    with fake_verifier(RewardSection(), workers=3) as pool:
         judgements = pool.judge_all(items)
     assert [j.outcome is Outcome.CORRECT for j in judgements] == [n % 3 != 0 for n in range(1, 40)]
     assert [j.extracted for j in judgements] == [str(n) for n in range(1, 40)]
@@ -187,16 +191,10 @@ def test_no_answers_need_no_process():
 # The process ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_worker_loads_no_torch():
-    code = "import sys, megatron_qerl.rewards.worker; print(sorted({'torch', 'pydantic', 'numpy'} & set(sys.modules)))"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == "[]"
-
-
 def test_a_real_hang_is_a_timeout_and_the_next_answer_is_judged():
     # Python computes 9^9^9^9 in C and sees no signal while it does; nothing but killing the process ends it.
     torch.mm(torch.ones(64, 64), torch.ones(64, 64))  # the parent has torch's threads when the worker starts
-    with MathVerifier(RewardSection(timeout_s=1.0)) as impatient:
+    with MathVerifier(RewardSection(timeout_s=3.0)) as impatient:
         impatient.judge_all([("1", "1", "stop")])
         first = impatient._processes[0].pid
         hung, next_one = impatient.judge_all(
@@ -211,9 +209,7 @@ def test_a_real_hang_is_a_timeout_and_the_next_answer_is_judged():
 
 
 def test_a_timeout_counts_as_one_even_if_the_response_was_cut():
-    verifier = MathVerifier(RewardSection(timeout_s=0.3))
-    verifier._processes = [VerifierProcess(FAKE)]
-    with verifier:
+    with fake_verifier(RewardSection(timeout_s=0.3)) as verifier:
         items = [(r"\boxed{hang}", "7", "length"), (r"\boxed{hang}", "7", "stop"), ("7", "7", "stop")]
         found = [j.outcome for j in verifier.judge_all(items)]
     assert found == [Outcome.TIMEOUT, Outcome.TIMEOUT, Outcome.CORRECT]
@@ -221,10 +217,10 @@ def test_a_timeout_counts_as_one_even_if_the_response_was_cut():
 
 def test_a_crash_during_an_answer_is_no_verdict_and_the_worker_is_replaced():
     process = VerifierProcess(FAKE)
-    assert process.ask("7", "7", limit_s=5.0) == "correct"
+    assert process.ask("7", "7", limit_s=30.0) == "correct"
     first = process.pid
-    assert process.ask("die", "7", limit_s=5.0) is None
-    assert process.ask("7", "7", limit_s=5.0) == "correct"
+    assert process.ask("die", "7", limit_s=30.0) is None
+    assert process.ask("7", "7", limit_s=30.0) == "correct"
     assert process.pid != first
     assert process.restarts == 1
     process.close()
@@ -232,45 +228,45 @@ def test_a_crash_during_an_answer_is_no_verdict_and_the_worker_is_replaced():
 
 def test_a_crash_between_two_answers_costs_no_verdict():
     process = VerifierProcess(FAKE)
-    assert process.ask("die afterwards", "7", limit_s=5.0) == "correct"
+    assert process.ask("die afterwards", "die afterwards", limit_s=30.0) == "correct"
     assert wait_until_gone(process.pid)
-    assert process.ask("7", "7", limit_s=5.0) == "correct"
+    assert process.ask("7", "7", limit_s=30.0) == "correct"
     assert process.restarts == 1
     process.close()
 
 
 def test_an_idle_worker_that_was_killed_costs_no_verdict():
     process = VerifierProcess(FAKE)
-    assert process.ask("7", "7", limit_s=5.0) == "correct"
+    assert process.ask("7", "7", limit_s=30.0) == "correct"
     os.kill(process.pid, signal.SIGKILL)
     assert wait_until_gone(process.pid)
-    assert process.ask("7", "7", limit_s=5.0) == "correct"
+    assert process.ask("7", "7", limit_s=30.0) == "correct"
     process.close()
 
 
 def test_a_reply_to_another_request_is_never_taken_for_this_one():
     process = VerifierProcess(FAKE)
     with pytest.raises(FaultError, match="to request 1"):
-        process.ask("confuse", "7", limit_s=5.0)
+        process.ask("confuse", "7", limit_s=30.0)
     assert process.pid is None
 
 
 def test_a_worker_that_cannot_start_says_why():
     process = VerifierProcess((sys.executable, "-c", "import nonsuch_module"))
     with pytest.raises(FaultError, match="No module named 'nonsuch_module'"):
-        process.ask("7", "7", limit_s=5.0)
+        process.ask("7", "7", limit_s=30.0)
 
 
 def test_a_worker_that_is_never_ready_is_given_up():
     process = VerifierProcess((sys.executable, "-c", "import time; time.sleep(600)"), start_limit_s=0.5)
-    with pytest.raises(FaultError, match="not ready within 0.5 s"):
-        process.ask("7", "7", limit_s=5.0)
+    with pytest.raises(FaultError, match=r"not ready within 0\.5 s"):
+        process.ask("7", "7", limit_s=30.0)
     assert process.pid is None
 
 
 def test_closing_ends_the_worker_and_closing_twice_is_fine():
     process = VerifierProcess(FAKE)
-    process.ask("7", "7", limit_s=5.0)
+    process.ask("7", "7", limit_s=30.0)
     pid = process.pid
     process.close()
     process.close()
@@ -279,7 +275,7 @@ def test_closing_ends_the_worker_and_closing_twice_is_fine():
 
 def test_a_verifier_that_is_forgotten_takes_its_worker_along():
     process = VerifierProcess(FAKE)
-    process.ask("7", "7", limit_s=5.0)
+    process.ask("7", "7", limit_s=30.0)
     pid = process.pid
     del process
     assert not is_alive(pid)
@@ -287,13 +283,13 @@ def test_a_verifier_that_is_forgotten_takes_its_worker_along():
 
 def test_a_forked_child_does_not_end_its_parents_worker():
     process = VerifierProcess(FAKE)
-    process.ask("7", "7", limit_s=5.0)
+    process.ask("7", "7", limit_s=30.0)
     child = os.fork()
     if child == 0:
         process.close()
         os._exit(0)
     os.waitpid(child, 0)
-    assert process.ask("7", "7", limit_s=5.0) == "correct"
+    assert process.ask("7", "7", limit_s=30.0) == "correct"
     assert process.restarts == 0
     process.close()
 
@@ -303,8 +299,8 @@ def test_no_worker_outlives_its_trainer(end, tmp_path):
     """The parent ends without closing; the worker reads the end of its input, or its own alarm rings."""
     code = """
         import os, signal, sys, threading
-        from megatron_qerl.rewards.process import VerifierProcess
-        process = VerifierProcess()
+        from megatron_qerl.rewards.process import VerifierProcess, default_command
+        process = VerifierProcess(sys.argv[2:])
         process.ask("7", "7", limit_s=30.0)
         print(process.pid, flush=True)
         if sys.argv[1] == "SIGKILL while the worker hangs":
@@ -314,27 +310,30 @@ def test_no_worker_outlives_its_trainer(end, tmp_path):
             os.kill(os.getpid(), signal.SIGKILL)
     """
     lines = "\n".join(line[8:] for line in code.splitlines())
-    trainer = subprocess.run([sys.executable, "-c", lines, end], capture_output=True, text=True, check=False)
+    worker = FAKE if end == "return" else default_command()
+    trainer = subprocess.run([sys.executable, "-c", lines, end, *worker], capture_output=True, text=True, check=False)
     pid = int(trainer.stdout)
     assert trainer.returncode == (0 if end == "return" else -signal.SIGKILL)
     assert wait_until_gone(pid, limit_s=10.0)
 
 
-def test_the_worker_speaks_json_lines_alone():
-    """Also when something it loads prints: its standard output is set aside before the first request."""
+def test_the_worker_speaks_json_lines_alone_and_loads_no_torch():
+    """JSON alone also when something it loads prints: its standard output is set aside before the first request."""
     requests = "".join(
         json.dumps({"id": n, "answer": answer, "reference": "7", "limit_s": 30.0}) + "\n"
         for n, answer in enumerate(["7", "8", "\\frac{", None])
     )
     code = (
         "import megatron_qerl.rewards.worker as w; judge = w.judge; "
-        "w.judge = lambda *a: (print('noise'), judge(*a))[1]; w.main()"
+        "w.judge = lambda *a: (print('noise'), judge(*a))[1]; w.main(); "
+        "import sys; print('loaded', sorted({'torch', 'pydantic', 'numpy', 'transformers'} & set(sys.modules)))"
     )
     shown = subprocess.run([sys.executable, "-c", code], input=requests, capture_output=True, text=True, check=True)
     replies = [json.loads(line) for line in shown.stdout.splitlines()]
     assert replies[0] == {"ready": True}
     assert [reply["verdict"] for reply in replies[1:]] == ["correct", "wrong", "unparsable", "correct"]
     assert "noise" in shown.stderr
+    assert "loaded []" in shown.stderr
 
 
 # Counts --------------------------------------------------------------------------------------------------------------
