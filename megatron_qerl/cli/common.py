@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import uuid
+import warnings
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,6 +40,13 @@ class Parser(argparse.ArgumentParser):
 def say_error(message: str) -> None:
     """One line on stderr; line breaks inside the message become spaces."""
     print(f"{PROGRAM}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def quiet_megatron() -> None:
+    """Hide megatron-core's import-time remarks on optional packages, unless Python was told how to treat warnings."""
+    if not sys.warnoptions:
+        for category in (UserWarning, SyntaxWarning):
+            warnings.filterwarnings("ignore", category=category, module=r"megatron\.|.*/megatron/core/")
 
 
 def is_first_process() -> bool:

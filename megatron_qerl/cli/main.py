@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from types import ModuleType
 
-from megatron_qerl.cli.common import PROGRAM, Formatter, Parser, say_error
+from megatron_qerl.cli.common import PROGRAM, Formatter, Parser, quiet_megatron, say_error
 from megatron_qerl.cli.config_args import adopt_overrides
 from megatron_qerl.errors import QerlError
 
@@ -80,6 +80,7 @@ def _run_command(argv: Sequence[str]) -> int:
         parser.print_help()
         return 0 if not argv else 2
     adopt_overrides(parser, args, rest)
+    quiet_megatron()
     return int(module.run(args))
 
 

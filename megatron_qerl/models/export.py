@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -54,7 +55,7 @@ def write_adapter(tensors: Mapping[str, Tensor], lora: LoraSection, base_model: 
         save_file(peft_tensors(tensors), temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         (temporary / "adapter_config.json").write_text(json.dumps(peft_config(lora, base_model), indent=2) + "\n")
         os.replace(temporary, output)
-    except (OSError, RuntimeError) as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise FaultError(f"writing {output}", f"could not be written ({error})", "free space and try again") from error
     return output

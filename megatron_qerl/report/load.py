@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from megatron_qerl.config.loader import RESOLVED_CONFIG_FILENAME
 from megatron_qerl.errors import UserError
 from megatron_qerl.metrics.names import METRICS
 from megatron_qerl.metrics.sinks.jsonl import FILE_NAME as METRICS_FILE
@@ -28,8 +29,6 @@ from megatron_qerl.report.summary import (
     load,
     parse_file,
 )
-
-CONFIG_FILE = "config.yaml"
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def load_run(run_dir: Path) -> RunData:
     summary = load(run_dir)
     if summary is None:
         notes.append(f"{SUMMARY_FILE} is missing: the run has not finished, or was stopped.")
-    config, config_text = _read_config(run_dir / CONFIG_FILE, notes)
+    config, config_text = _read_config(run_dir / RESOLVED_CONFIG_FILENAME, notes)
     return RunData(
         run_dir=run_dir,
         steps=steps,

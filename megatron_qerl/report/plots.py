@@ -330,7 +330,6 @@ def _to_svg(figure: Figure, title: str, prefix: str) -> str:
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
     svg = re.sub(r'xlink:href="#', f'href="#{prefix}-', svg)
     svg = re.sub(r"url\(#", f"url(#{prefix}-", svg)

@@ -21,7 +21,8 @@ table { border-collapse: collapse; width: 100%; margin: .5rem 0 1rem; font-size:
 th, td { text-align: left; vertical-align: top; padding: .3rem .7rem .3rem 0; border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-weight: 600; } td.number, th.number { text-align: right; white-space: nowrap; }
 td.name { white-space: nowrap; }
-nav ul { columns: 3 15rem; padding-left: 1.1rem; margin: .5rem 0; } nav li { break-inside: avoid; }
+header th, #summary th { width: 17rem; }
+nav ul { columns: 3 15rem; column-gap: 2rem; padding-left: 1.1rem; margin: .5rem 0; } nav li { break-inside: avoid; }
 figure { margin: .6rem 0 0; } figure svg { width: 100%; height: auto; display: block; }
 .lead { color: var(--soft); } .unmeasured { color: var(--soft); font-style: italic; }
 .note { border-left: 4px solid #e3a008; background: #fffbea; padding: .5rem .9rem; margin: .8rem 0; }

@@ -22,7 +22,7 @@ import re
 from collections import deque
 
 # Possessive quantifiers (``++``) keep the lookaheads honest: without them 12 in 12^2 would be read as 1.
-_DIGITS = r"(?:\d{1,3}+(?:,\d{3})++(?!\d)(?:\.\d++)?|\d+(?:\.\d+)?|\.\d++)"
+_DIGITS = r"(?:\d{1,3}+(?:,\d{3})++(?!\d)(?:\.\d++)?|\d++(?:\.\d++)?|\.\d++)"
 _NUMBER = re.compile(
     r"(?<![A-Za-z0-9_^])(?<!\d\*\*)(?<!\d\.)"
     r"(?:(?<![A-Za-z0-9_)\]}])(?P<sign>[-\u2212]))?"
@@ -120,12 +120,11 @@ def _last_formula(text: str) -> tuple[str | None, int]:
 
 
 def _is_formula(text: str, opener: re.Match[str], closer: re.Match[str]) -> bool:
-    """A single dollar that is followed by a blank, or closed after a blank or before a digit, is money."""
+    """Whether two delimiters enclose a formula. Single dollars with a blank inside ("$5 and then $13") are money."""
     if opener.group() != "$":
         return True
     body = text[opener.end() : closer.start()]
-    followed_by = text[closer.end() : closer.end() + 1]
-    return bool(body) and body == body.strip() and "\n" not in body and not followed_by.isdigit()
+    return bool(body) and body == body.strip() and "\n" not in body
 
 
 def _latex(match: re.Match[str]) -> str:
@@ -137,5 +136,5 @@ def _latex(match: re.Match[str]) -> str:
         return f"{sign}{part['whole'] or ''}\\frac{{{over}}}{{{under}}}{percent}"
     decimal = part["decimal"].replace(",", "")
     if part["exponent"] is not None:
-        return f"{sign}{decimal}\\times 10^{{{int(part['exponent'])}}}{percent}"
+        return f"{sign}{decimal}\\times 10^{{{part['exponent'].lstrip('+')}}}{percent}"
     return f"{sign}{decimal}{percent}"

@@ -112,7 +112,7 @@ class VerifierProcess:
                 env={**os.environ, "PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
             )
-            self._finalizer = weakref.finalize(self, _end, self._process, os.getpid())
+            self._finalizer = weakref.finalize(self, _end, self._process)
             if self._read_line(self._start_limit_s) is None:
                 notes = self._error_tail()
                 self.close()
@@ -153,10 +153,8 @@ class VerifierProcess:
 _REMEDY = "run `python -m megatron_qerl.rewards.worker` by hand to see why; math-verify 0.9.0 must be installed"
 
 
-def _end(process: subprocess.Popen[bytes], owner_pid: int) -> None:
-    """Kill and reap. A forked child inherits the finalizer, but the worker is not its to end."""
-    if os.getpid() != owner_pid:
-        return
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill and reap. In a forked child Popen finds that the worker is not the child's own, and sends nothing."""
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):

@@ -38,7 +38,7 @@ _DIGIT_GROUPING = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!;]\s*)(?=\d{3}(?!\d))")
 _EQUALS = re.compile(r"(?<![<>!\\])=|\\approx|\\equiv")
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\{([^{}]*)\}")
 _WORDS = re.compile(r"\s*[A-Za-z]{2,}[A-Za-z\s]*\.?")
-_FRACTION = re.compile(r"-?\\[dt]?frac\s*\{?\s*(\d+)\s*\}?\s*\{?\s*(\d+)\s*\}?|-?(\d+)\s*/\s*(\d+)")
+_FRACTION = re.compile(r"-?\\[dt]?frac\s*\{?\s*(\d{1,99})\s*\}?\s*\{?\s*(\d{1,99})\s*\}?|-?(\d{1,99})\s*/\s*(\d{1,99})")
 
 
 def judge(answer: str, reference: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from megatron_qerl.models.policy import PolicyModel
 from megatron_qerl.models.shape import ModelShape
 from megatron_qerl.trainer.optimizer import AdapterOptimizer
 
-_TENSOR_FILES = ("adapter", "master", "exp_avg", "exp_avg_sq")
+_TENSOR_FILES = ("adapter", "master", "exp_avg", "exp_avg_sq", "rng")
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def _views(optimizer: AdapterOptimizer) -> dict[str, Any]:
 def _write(folder: Path, files: dict[str, dict[str, Tensor]], position: RunPosition) -> None:
     for name, tensors in files.items():
         save_file(tensors, folder / f"{name}.safetensors")
-    torch.save(torch.get_rng_state(), folder / "rng.pt")
+    save_file({"cpu": torch.get_rng_state()}, folder / "rng.safetensors")
     (folder / "position.json").write_text(json.dumps(asdict(position), indent=1, sort_keys=True))
     for file in folder.iterdir():
         with file.open("rb") as handle:
@@ -106,8 +107,7 @@ def save(
             _write(temporary, files, position)
             shutil.rmtree(final, ignore_errors=True)
             temporary.rename(final)
-        except (OSError, RuntimeError) as error:
-            # safetensors reports a failed write as its own RuntimeError subclass.
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
             raise FaultError(
@@ -187,5 +187,5 @@ def load(folder: Path, model: PolicyModel, shape: ModelShape, optimizer: Adapter
         if name != "adapter":
             restore(model, shape, load_file(folder / f"{name}.safetensors"), folder, view)
     optimizer.set_updates(position.updates)
-    torch.set_rng_state(torch.load(folder / "rng.pt", weights_only=True))
+    torch.set_rng_state(load_file(folder / "rng.safetensors")["cpu"])
     return position

@@ -153,6 +153,14 @@ def test_a_package_that_crashes_the_interpreter_is_survived(packages: Path) -> N
     assert "crashed the interpreter (SIGSEGV)" in _probe("wandb").reason
 
 
+def test_a_package_that_works_and_crashes_at_exit_is_not_usable(packages: Path) -> None:
+    crash = "import atexit, os, signal\natexit.register(lambda: os.kill(os.getpid(), signal.SIGSEGV))\n"
+    _module(packages, "wandb", crash + "__version__ = '9'\ndef init(): ...\n")
+    finding = _probe("wandb")
+    assert not finding.usable
+    assert "SIGSEGV" in finding.reason
+
+
 def test_a_package_that_hangs_is_ended_with_its_children(packages: Path, tmp_path: Path) -> None:
     trace = tmp_path / "child"
     _module(

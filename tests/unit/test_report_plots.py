@@ -58,6 +58,7 @@ def test_an_svg_is_well_formed_names_itself_and_refers_to_nothing_outside() -> N
     assert root.attrib["aria-label"] == "Noise strength"
     assert "width" not in root.attrib
     assert "viewBox" in root.attrib
+    assert "<metadata" not in svg
     assert not re.search(r"""(href|src)=["'](?!#)""", svg)
     ids = set(re.findall(r'\bid="([^"]+)"', svg))
     assert all(name.startswith("sigma-") for name in ids)

@@ -129,7 +129,7 @@ def test_verdicts(verifier):
 
 def test_judgements_carry_score_and_extract():
     with fake_verifier(RewardSection(correct_score=2.0, wrong_score=-1.0)) as scored:
-        right, wrong, unparsable = scored.judge_all([("=7", "7", "stop"), ("=8", "7", "stop"), ("?", "7", "stop")])
+        unparsable, right, wrong = scored.judge_all([("?", "7", "stop"), ("=7", "7", "stop"), ("=8", "7", "stop")])
     assert right == Judgement(Outcome.CORRECT, 2.0, "7")
     assert wrong == Judgement(Outcome.WRONG, -1.0, "8")
     assert unparsable == Judgement(Outcome.UNPARSABLE, -1.0, None)
@@ -172,6 +172,14 @@ def test_sixty_four_short_answers_take_less_than_three_tenths_of_a_second(verifi
         durations_s.append(time.perf_counter() - start_s)
         assert {j.outcome for j in judgements} == {Outcome.CORRECT}
     assert min(durations_s) < 0.3
+
+
+def test_absurdly_long_numbers_cost_no_worker(verifier):
+    long = "9" * 6000  # longer than Python converts to an integer
+    texts = [long, f"{long}/3", rf"\boxed{{\frac{{{long}}}{{3}}}}", f"1e{long}", f"1.{long}", f"\\boxed{{{long}}}"]
+    judgements = verifier.judge_all([(text, "7", "stop") for text in texts])
+    assert {j.outcome for j in judgements} <= {Outcome.WRONG, Outcome.UNPARSABLE}
+    assert verifier.restarts == 0
 
 
 def test_several_workers_keep_the_order():

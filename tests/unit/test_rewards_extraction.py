@@ -116,6 +116,7 @@ def test_the_gsm8k_line_goes_before_the_last_number(text, answer):
         ("8 and then $7$", "7"),
         ("It costs $5 and then $13", "13"),
         ("$5 + $3 = $8", "8"),
+        ("It costs $5-$10.", "10"),
         ("She pays $5, so the answer is $7$", "7"),
         (r"\$5 and \$6", "6"),
         (r"$5 is \(6\)", "6"),

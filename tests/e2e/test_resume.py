@@ -1,0 +1,94 @@
+"""Killing a real process and resuming gives the run that was never interrupted, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny_run import write_run
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(config: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "megatron_qerl.cli.main", "train", str(config), *arguments]
+
+
+def start(config: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command(config, *arguments),
+        cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors[-3000:]
+
+
+def steps(run: Path) -> list[dict[str, Any]]:
+    """Recorded steps without what time and memory decide."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["values"] = {k: v for k, v in line["values"].items() if not k.startswith(("time/", "memory/"))}
+    return lines
+
+
+def tensors(run: Path) -> dict[str, bytes]:
+    folder = run / "checkpoints" / "step_000006"
+    return {f.name: f.read_bytes() for f in folder.iterdir() if f.suffix == ".safetensors"}
+
+
+@pytest.fixture(scope="module")
+def whole_and_killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Run folders: one uninterrupted, one killed after its third step and not yet resumed."""
+    folder = tmp_path_factory.mktemp("resume")
+    config = write_run(folder)
+    whole = start(config, "run.name=whole")
+    killed = start(config, "run.name=killed")
+    record = folder / "runs/killed/metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and killed.poll() is None:
+        if record.is_file() and record.read_bytes().count(b"\n") >= 3:
+            killed.send_signal(signal.SIGKILL)
+            break
+        time.sleep(0.002)
+    killed.communicate(timeout=60)
+    assert killed.returncode == -signal.SIGKILL, "the run ended before it could be killed"
+    finish(whole)
+    return folder / "runs/whole", folder / "runs/killed"
+
+
+def test_a_killed_run_resumes_bit_equal(whole_and_killed: tuple[Path, Path]) -> None:
+    whole, killed = whole_and_killed
+    assert 3 <= len(steps(killed)) < 6
+    assert not (killed / "summary.json").exists()
+    finish(start(killed.parents[1] / "tiny.yaml", "run.name=killed", "--resume"))
+    assert steps(killed) == steps(whole)
+    assert tensors(killed) == tensors(whole)
+    assert any(s["values"].get("optimizer/update_norm", 0) > 0 for s in steps(whole))
+    assert (killed / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
+    for name in ("eval_before_greedy.json", "eval_after_greedy.json"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes()
+    summary = json.loads((killed / "summary.json").read_text())
+    assert summary["accuracy_before"] is not None
+    assert summary["noise_modules_touched"] == summary["noise_modules_expected"] == 4
+    assert summary["logprob_parity_max"] <= 1e-4
+    assert summary["tokens"] == json.loads((whole / "summary.json").read_text())["tokens"]
+
+
+def test_resume_under_another_config_is_refused(whole_and_killed: tuple[Path, Path]) -> None:
+    whole, _ = whole_and_killed
+    process = start(whole.parents[1] / "tiny.yaml", "run.name=whole", "--resume", "optimizer.learning_rate=0.5")
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 2
+    assert "made with another config" in errors

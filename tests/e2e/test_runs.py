@@ -1,0 +1,94 @@
+"""Whole runs in this process: every objective, evaluation, export, and what a run folder must hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from megatron_qerl.cli.main import main
+from tests.support.tiny_run import write_run
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs"))
+
+
+def train(config: Path, name: str, *arguments: str) -> Path:
+    assert main(["train", str(config), f"run.name={name}", "train.steps=3", *arguments]) == 0
+    return config.parent / "runs" / name
+
+
+def recorded(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("likelihood", ["replay", "clean", "uncorrected"])
+def test_every_likelihood_runs_and_checks_the_engine(config: Path, likelihood: str) -> None:
+    run = train(config, likelihood, f"algorithm.likelihood={likelihood}", "algorithm.dynamic_sampling.enabled=false")
+    steps = recorded(run)
+    assert [s["step"] for s in steps] == [1, 2, 3]
+    for step in steps:
+        values = step["values"]
+        assert values["parity/logprob_max_abs"] <= 1e-4
+        assert ("correction/effective_sample_fraction" in values) == (likelihood == "clean")
+        noisy = values["noise/sigma_nominal"] > 0
+        assert noisy == (values.get("noise/modules_touched") == 4)
+        assert noisy == (values.get("noise/logprob_change_max", 0.0) > 0)
+    assert [s["values"]["noise/stage"] for s in steps] == [0, 1, 2]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["likelihood"] == likelihood
+    assert (run / "report.html").stat().st_size > 10_000
+
+
+def test_off_policy_minibatches_overlong_shaping_grpo_and_noisy_evaluation(config: Path) -> None:
+    run = train(
+        config,
+        "options",
+        "algorithm.name=grpo",
+        "algorithm.loss_aggregation=sequence_mean",
+        "algorithm.dynamic_sampling.enabled=false",
+        "algorithm.overlong={enabled: true, buffer_tokens: 1, penalty: 0.5}",
+        "train.minibatches_per_step=2",
+        "eval.modes=[greedy, sampled]",
+        "eval.noisy=true",
+        "eval.interval_steps=2",
+        "metrics.sinks=[wandb]",
+        "metrics.console=true",
+    )
+    names = {p.name for p in run.glob("eval_*.json")}
+    assert {"eval_before_sampled.json", "eval_step_000002_noisy_greedy.json", "eval_after_noisy_sampled.json"} <= names
+    assert recorded(run)[-1]["values"]["optimizer/updates"] == 6
+    assert recorded(run)[-1]["values"]["reward/mean"] < recorded(run)[-1]["values"]["reward/score_mean"]
+    assert list(run.rglob("*.wandb"))
+
+
+def test_eval_and_export_of_a_finished_run(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(config, "finished", "checkpoint.interval_steps=1")
+    assert main(["eval", "--run", str(run), "--mode", "greedy", "--noisy"]) == 0
+    after = json.loads((run / "eval_after_greedy.json").read_text())
+    again = json.loads((run / "eval_step_000003_greedy.json").read_text())
+    assert again["problems"] == after["problems"]
+    out = config.parent / "adapter"
+    assert main(["export", "--run", str(run), "--output", str(out)]) == 0
+    exported = load_file(out / "adapter_model.safetensors")
+    stored = load_file(run / "checkpoints/step_000003/adapter.safetensors")
+    assert {f"base_model.model.{n}.weight" for n in stored} == set(exported)
+    assert len(list((run / "checkpoints").iterdir())) == 2
+    capsys.readouterr()
+
+
+def test_a_run_with_no_signal_makes_no_update_and_says_so(config: Path, tmp_path: Path) -> None:
+    hopeless = tmp_path / "hopeless.jsonl"
+    hopeless.write_text(json.dumps({"question": "1+1", "answer": "123456"}))
+    run = train(config, "hopeless", f"data.train.path={hopeless}", "algorithm.dynamic_sampling.max_refills=1")
+    values = recorded(run)[-1]["values"]
+    assert values["optimizer/updates"] == 0
+    assert values["groups/kept"] == 0
+    assert values["groups/dropped_all_wrong"] == values["groups/generated"] == 8
+    assert values["groups/shortfall"] == 4
+    assert json.loads((run / "summary.json").read_text())["logprob_parity_max"] is None

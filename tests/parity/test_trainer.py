@@ -1,0 +1,272 @@
+"""The trainer's update: what it minimises, and that it does not depend on how the batch was cut."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_qerl.algorithms.likelihood import plan
+from megatron_qerl.config.schema import NoiseSection, RunConfig
+from megatron_qerl.errors import ConfigError, NonFiniteError
+from megatron_qerl.models.adapter_state import collect
+from megatron_qerl.trainer.batch import TrainingGroup, TrainingResponse, plan_microbatches
+from megatron_qerl.trainer.optimizer import AdapterOptimizer
+from megatron_qerl.trainer.step import StepStatistics, Trainer
+from megatron_qerl.types import NoiseState
+from tests.support.loaded import Loaded, load, randomize_adapters
+from tests.support.tiny_model import write_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), "qwen2", scale=0.1)
+
+
+def run_config(folder: Path, **changes: Any) -> RunConfig:
+    data: dict[str, Any] = {
+        "run": {"name": "t"},
+        "model": {"path": folder, "dtype": "float32", "max_sequence_length": 128},
+        "lora": {"rank": 4, "alpha": 8.0},
+        "noise": {"sigma_start": 0.05, "sigma_end": 0.01, "stages": 3},
+        "data": {"train": {"kind": "arithmetic"}, "eval": {"kind": "arithmetic", "split": "heldout"}},
+        "rollout": {"max_prompt_tokens": 32, "max_new_tokens": 32},
+        "algorithm": {"name": "dapo", "likelihood": "replay"},
+        "optimizer": {"learning_rate": 1e-3},
+        "train": {"steps": 10},
+    }
+    for key, value in changes.items():
+        section, name = key.split("__")
+        data.setdefault(section, {})[name] = value
+    return RunConfig.model_validate(data)
+
+
+def make_trainer(folder: Path, **changes: Any) -> tuple[Loaded, Trainer]:
+    config = run_config(folder, **changes)
+    loaded = load(folder, dtype=config.model.dtype, lora=config.lora, noise=config.noise)
+    randomize_adapters(loaded.model)
+    optimizer = AdapterOptimizer(loaded.model, config.optimizer, config.train.steps)
+    return loaded, Trainer(loaded.model, loaded.registry, optimizer, config)
+
+
+def batch(loaded: Loaded, trainer: Trainer, noise: NoiseState, drift: float = 0.0) -> list[TrainingGroup]:
+    """Six groups of four responses whose rollout log-probabilities are those of the noisy policy plus ``drift``."""
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(n: int) -> tuple[int, ...]:
+        return tuple(torch.randint(3, 73, (n,), generator=generator).tolist())
+
+    groups, number = [], 0
+    for g in range(6):
+        responses = []
+        for r in range(4):
+            length = 1 + (5 * g + 3 * r) % 9
+            advantage = (1.5, -0.5, -0.7, -0.3)[(g + r) % 4]
+            responses.append(TrainingResponse(ids(length), (0.0,) * length, advantage, number))
+            number += 1
+        groups.append(TrainingGroup(ids(3 + g), tuple(responses)))
+    scored = []
+    for group in groups:
+        logprobs = trainer.probe([group], noise)
+        pieces = logprobs.split([len(r.token_ids) for r in group.responses])
+        jitter = [drift * math.sin(7 * i) for i in range(len(pieces))]
+        scored.append(
+            TrainingGroup(
+                group.prompt_ids,
+                tuple(
+                    TrainingResponse(r.token_ids, tuple((p + j).tolist()), r.advantage, r.sequence)
+                    for r, p, j in zip(group.responses, pieces, jitter, strict=True)
+                ),
+            )
+        )
+    return scored
+
+
+def gradient(loaded: Loaded) -> torch.Tensor:
+    return torch.cat([p.main_grad.flatten() for p in loaded.model.parameters() if p.requires_grad])
+
+
+def accumulated(folder: Path, **changes: Any) -> torch.Tensor:
+    """Gradient of one batch before the update."""
+    loaded, trainer = make_trainer(folder, **changes)
+    noise = loaded.registry.state(5, 10)
+    groups = batch(loaded, trainer, noise, drift=0.3)
+    batches = trainer._microbatches(groups)
+    with loaded.registry.applied(noise if trainer.plan.replay_noise else None):
+        trainer._accumulate(batches, [None] * len(batches), StepStatistics(), compare=False)
+    return gradient(loaded)
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("changes", [{"train__microbatch_tokens": 24}, {"train__share_prompt_prefix": False}])
+def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(folder: Path, mode: str, changes: dict[str, Any]) -> None:
+    whole = accumulated(folder, algorithm__loss_aggregation=mode)
+    cut = accumulated(folder, algorithm__loss_aggregation=mode, **changes)
+    assert whole.abs().max() > 0
+    assert (whole - cut).abs().max() <= 1e-5 * whole.abs().max()
+
+
+@pytest.mark.parametrize("likelihood", ["replay", "clean", "uncorrected"])
+@pytest.mark.parametrize("mode", ["token_mean", "sequence_mean"])
+def test_the_gradient_is_that_of_the_written_objective(folder: Path, likelihood: str, mode: str) -> None:
+    """Against the objective spelled out sequence by sequence, with plain autograd."""
+    ours = accumulated(folder, algorithm__likelihood=likelihood, algorithm__loss_aggregation=mode)
+    loaded, trainer = make_trainer(folder, algorithm__likelihood=likelihood, algorithm__loss_aggregation=mode)
+    noise = loaded.registry.state(5, 10)
+    groups = batch(loaded, trainer, noise, drift=0.3)
+    loaded.model.zero_grad()
+    total = torch.zeros(())
+    tokens = sum(len(r.token_ids) for g in groups for r in g.responses)
+    with loaded.registry.applied(noise if likelihood == "replay" else None):
+        for group in groups:
+            for response in group.responses:
+                single = trainer._microbatches([TrainingGroup(group.prompt_ids, (response,))])[0]
+                logprobs, _ = trainer._forward(loaded.model, single)
+                rollout = torch.tensor(response.rollout_logprobs)
+                old = rollout if likelihood == "replay" else logprobs.detach()
+                ratio = torch.exp(logprobs - old)
+                weight = torch.exp(logprobs.detach() - rollout).clamp(max=2.0) if likelihood == "clean" else 1.0
+                a = response.advantage
+                loss = -(weight * torch.minimum(ratio * a, ratio.clamp(0.8, 1.28) * a)).sum()
+                total = total + (loss / tokens if mode == "token_mean" else loss / len(logprobs) / 24)
+    total.backward()
+    reference = torch.cat(
+        [(p.main_grad if p.grad is None else p.grad).flatten() for p in loaded.model.parameters() if p.requires_grad]
+    )
+    assert reference.abs().max() > 0
+    assert (ours - reference).abs().max() <= 1e-4 * reference.abs().max()
+
+
+def test_the_three_likelihoods_give_different_gradients_under_noise(folder: Path) -> None:
+    gradients = [accumulated(folder, algorithm__likelihood=m) for m in ("replay", "clean", "uncorrected")]
+    for i in range(3):
+        for j in range(i):
+            assert (gradients[i] - gradients[j]).norm() > 0.01 * gradients[i].norm()
+
+
+def test_replay_is_on_policy_and_compares_with_the_engine(folder: Path) -> None:
+    loaded, trainer = make_trainer(folder)
+    noise = loaded.registry.state(5, 10)
+    stats = trainer.train_step(batch(loaded, trainer, noise), noise)
+    assert stats.parity_tokens == stats.tokens > 100
+    assert stats.parity_max <= 1e-5
+    assert stats.ratio.as_metrics()["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
+    assert len(stats.updates) == 1
+    assert stats.updates[0].update_norm > 0
+
+
+def test_forgetting_to_replay_the_noise_would_be_seen(folder: Path) -> None:
+    loaded, trainer = make_trainer(folder)
+    noise = loaded.registry.state(5, 10)
+    groups = batch(loaded, trainer, noise)
+    stats = StepStatistics()
+    trainer.measure_parity(groups, loaded.registry.state(0, 10), stats)
+    assert stats.parity_max > 1e-2
+
+
+def test_clean_mode_reports_weights_and_effective_sample_size(folder: Path) -> None:
+    loaded, trainer = make_trainer(folder, algorithm__likelihood="clean")
+    noise = loaded.registry.state(5, 10)
+    stats = trainer.train_step(batch(loaded, trainer, noise), noise)
+    values = stats.weights.as_metrics()
+    assert 0.0 < values["correction/effective_sample_fraction"] < 1.0
+    assert values["correction/weight_max"] > 1.0
+    assert stats.parity_tokens == 0
+
+
+@pytest.mark.parametrize("likelihood", ["replay", "clean"])
+def test_minibatches_make_one_update_each_and_later_ones_are_off_policy(folder: Path, likelihood: str) -> None:
+    loaded, trainer = make_trainer(
+        folder, train__minibatches_per_step=3, algorithm__likelihood=likelihood, optimizer__learning_rate=0.05
+    )
+    noise = loaded.registry.state(5, 10)
+    stats = trainer.train_step(batch(loaded, trainer, noise), noise)
+    assert len(stats.updates) == 3
+    assert trainer.optimizer.updates == 3
+    assert stats.ratio.as_metrics()["ratio/std"] > 1e-3
+
+
+def test_a_non_finite_loss_stops_before_the_update(folder: Path) -> None:
+    loaded, trainer = make_trainer(folder)
+    noise = loaded.registry.state(0, 10)
+    groups = batch(loaded, trainer, noise)
+    first = groups[0].responses[0]
+    poisoned = TrainingResponse(first.token_ids, (-1e30,) * len(first.token_ids), -1.0, first.sequence)
+    groups[0] = TrainingGroup(groups[0].prompt_ids, (poisoned, *groups[0].responses[1:]))
+    before = collect(loaded.model, loaded.shape)
+    with pytest.raises(NonFiniteError, match=r"responses \[0\]"):
+        trainer.train_step(groups, noise)
+    after = collect(loaded.model, loaded.shape)
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    assert trainer.optimizer.updates == 0
+
+
+def test_a_non_finite_gradient_stops_before_the_update(folder: Path) -> None:
+    loaded, trainer = make_trainer(folder)
+    noise = loaded.registry.state(0, 10)
+    groups = batch(loaded, trainer, noise)
+    name, parameter = trainer.optimizer.parameters()[3]
+    hook = parameter.register_hook(lambda g: g * float("nan"))
+    before = collect(loaded.model, loaded.shape)
+    with pytest.raises(NonFiniteError, match=name.replace(".", r"\.")):
+        trainer.train_step(groups, noise)
+    hook.remove()
+    assert all(torch.equal(before[n], t) for n, t in collect(loaded.model, loaded.shape).items())
+
+
+def test_bfloat16_updates_fp32_masters(folder: Path) -> None:
+    loaded, trainer = make_trainer(folder, model__dtype="bfloat16", optimizer__learning_rate=1e-5)
+    noise = loaded.registry.state(0, 10)
+    groups = batch(loaded, trainer, noise)
+    masters = [trainer.optimizer.master(p).clone() for _, p in trainer.optimizer.parameters()]
+    for _ in range(3):
+        trainer.train_step(groups, noise)
+    moved = [
+        bool((trainer.optimizer.master(p) != m).any())
+        for (_, p), m in zip(trainer.optimizer.parameters(), masters, strict=True)
+    ]
+    assert all(m.dtype == torch.float32 for m in masters)
+    assert all(moved)
+
+
+def test_warmup_and_cosine_follow_their_formulas(folder: Path) -> None:
+    loaded, trainer = make_trainer(
+        folder,
+        optimizer__schedule="cosine",
+        optimizer__warmup_steps=4,
+        optimizer__learning_rate=1e-3,
+        optimizer__min_learning_rate=1e-4,
+    )
+    noise = loaded.registry.state(0, 10)
+    groups = batch(loaded, trainer, noise)
+    rates = [trainer.train_step(groups, noise).updates[0].learning_rate for _ in range(10)]
+    assert rates[:4] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3])
+    for update in range(5, 11):
+        expected = 1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi * (update - 4) / 6))
+        assert rates[update - 1] == pytest.approx(expected)
+
+
+def test_microbatch_plan_keeps_every_response_once_within_the_budget() -> None:
+    groups = [
+        TrainingGroup((1,) * (5 + g), tuple(TrainingResponse((2,) * 9, (0.0,) * 9, 1.0, 8 * g + r) for r in range(8)))
+        for g in range(5)
+    ]
+    bins = plan_microbatches(groups, 60, share_prefix=True)
+    assert all(sum(p.packed_tokens(True) for p in b) <= 60 for b in bins)
+    assert sorted(r.sequence for b in bins for p in b for r in p.responses) == list(range(40))
+    with pytest.raises(ConfigError, match=r"train.microbatch_tokens"):
+        plan_microbatches(groups, 12, share_prefix=True)
+
+
+def test_plan_of_each_mode_is_what_the_trainer_does() -> None:
+    assert plan("replay").replay_noise
+    assert not plan("clean").replay_noise
+    assert plan("uncorrected").biased
+
+
+def test_noise_section_default_is_paper_table_4() -> None:
+    section = NoiseSection()
+    assert (section.sigma_start, section.sigma_end, section.stages) == (1e-2, 5e-4, 10)
