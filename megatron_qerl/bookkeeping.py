@@ -105,8 +105,15 @@ def sample_records(collected: CollectedStep, step: int, count: int) -> Iterator[
 def versions() -> dict[str, str]:
     """Versions of what decides the numbers; packages that are absent are left out."""
     found = {"python": platform.python_version()}
-    for package in ("megatron-qerl", "torch", "megatron-core", "transformers", "nvidia-modelopt", "math-verify",
-                    "transformer-engine"):
+    for package in (
+        "megatron-qerl",
+        "torch",
+        "megatron-core",
+        "transformers",
+        "nvidia-modelopt",
+        "math-verify",
+        "transformer-engine",
+    ):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

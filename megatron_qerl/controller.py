@@ -64,7 +64,7 @@ def train(config: RunConfig, *, resume: bool) -> Path:
     """
     session = open_session(config)
     try:
-        with MathVerifier(config.reward) as verifier:
+        with MathVerifier(config.reward, config.reward.workers) as verifier:
             run = TrainingRun(session, verifier, resume=resume)
             with run.sinks:
                 if run.position.step == 0:

@@ -111,7 +111,7 @@ def evaluate_run(
         prompts = evaluation_prompts(session, problems if problems is not None else config.eval.problems)
         last = session.registry.state(max(position.step - 1, 0), config.train.steps)
         states: list[NoiseState | None] = [None, replace(last)] if noisy else [None]
-        with MathVerifier(config.reward) as verifier:
+        with MathVerifier(config.reward, config.reward.workers) as verifier:
             for mode in modes:
                 for noise in states:
                     label = f"{folder.name}_{'noisy_' if noise else ''}{mode}"

@@ -36,8 +36,10 @@ def nvfp4_dequantize(weight: NVFP4Weight, dtype: torch.dtype, *, apply_tensor_sc
     rows, cols = weight.shape
     scale_in = weight.tensor_scale if apply_tensor_scale else 1.0
     if apply_tensor_scale and dtype == torch.bfloat16 and not weight.power_of_two:
-        raise ValueError(f"tensor_scale = {weight.tensor_scale} is not a power of two: folding it into a BF16 matrix "
-                         "rounds the weights; pass apply_tensor_scale=False and scale the product")
+        raise ValueError(
+            f"tensor_scale = {weight.tensor_scale} is not a power of two: folding it into a BF16 matrix "
+            "rounds the weights; pass apply_tensor_scale=False and scale the product"
+        )
     table = _byte_table(dtype, weight.packed.device)
     values = torch.index_select(table, 0, weight.packed.reshape(-1).int()).view(rows, cols // BLOCK_SIZE, BLOCK_SIZE)
     scales = weight.block_scale.to(dtype)

@@ -41,7 +41,7 @@ class _NVFP4Linear(torch.autograd.Function):
         return y if alpha == 1.0 else y * alpha
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None, None]:
         matrix, alpha = _matrix_and_alpha(ctx.weight, grad_y.dtype, ctx.dequantized)
         grad_x = (grad_y.reshape(-1, grad_y.shape[-1]) @ matrix).view(*grad_y.shape[:-1], matrix.shape[1])
@@ -66,8 +66,9 @@ def nvfp4_linear(x: Tensor, weight: NVFP4Weight, *, dequantized: Tensor | None =
     if x.shape[-1] != cols:
         raise ValueError(f"x has {x.shape[-1]} features, the weight has K = {cols}")
     if dequantized is not None and (tuple(dequantized.shape) != (rows, cols) or dequantized.dtype != x.dtype):
-        raise ValueError(f"dequantized is {tuple(dequantized.shape)} {dequantized.dtype}, "
-                         f"needed {(rows, cols)} {x.dtype}")
+        raise ValueError(
+            f"dequantized is {tuple(dequantized.shape)} {dequantized.dtype}, needed {(rows, cols)} {x.dtype}"
+        )
     if x.requires_grad and torch.is_grad_enabled():
         result: Tensor = _NVFP4Linear.apply(x, weight, dequantized)
         return result

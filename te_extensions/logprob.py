@@ -91,7 +91,7 @@ class _LinearLogprob(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _entropy: Tensor) -> tuple[Tensor, None, None, None, None]:
         hidden, targets, lse = ctx.saved_tensors
         head = ctx.head

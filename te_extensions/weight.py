@@ -34,11 +34,15 @@ class NVFP4Weight:
     def __post_init__(self) -> None:
         rows, half = self.packed.shape
         if self.packed.dtype != torch.uint8 or self.block_scale.dtype != torch.float8_e4m3fn:
-            raise TypeError(f"packed must be uint8 and block_scale float8_e4m3fn, got {self.packed.dtype} and "
-                            f"{self.block_scale.dtype}")
+            raise TypeError(
+                f"packed must be uint8 and block_scale float8_e4m3fn, got {self.packed.dtype} and "
+                f"{self.block_scale.dtype}"
+            )
         if 2 * half % BLOCK_SIZE or tuple(self.block_scale.shape) != (rows, 2 * half // BLOCK_SIZE):
-            raise ValueError(f"block_scale {tuple(self.block_scale.shape)} does not fit packed {(rows, half)}: "
-                             f"K = {2 * half} must be a multiple of {BLOCK_SIZE} with one scale a block")
+            raise ValueError(
+                f"block_scale {tuple(self.block_scale.shape)} does not fit packed {(rows, half)}: "
+                f"K = {2 * half} must be a multiple of {BLOCK_SIZE} with one scale a block"
+            )
         if not (math.isfinite(self.tensor_scale) and self.tensor_scale > 0.0):
             raise ValueError(f"tensor_scale = {self.tensor_scale} must be finite and positive")
 

@@ -104,8 +104,10 @@ class NoiseSection(Section):
             raise ValueError("a noise role is listed twice")
         if self.schedule == "exponential" and self.stages > 1:
             if self.sigma_start == 0.0 or self.sigma_end == 0.0:
-                raise ValueError("an exponential schedule needs sigma_start > 0 and sigma_end > 0; "
-                                 "for no noise set noise.enabled: false, for one value use schedule: constant")
+                raise ValueError(
+                    "an exponential schedule needs sigma_start > 0 and sigma_end > 0; "
+                    "for no noise set noise.enabled: false, for one value use schedule: constant"
+                )
             if self.stages == 2 and self.sigma_start != self.sigma_end:
                 raise ValueError("two stages have one noisy stage, which cannot hit two sigmas; use stages >= 3")
         return self
@@ -167,9 +169,20 @@ class RewardSection(Section):
     timeout_s: PositiveFloat = Field(default=5.0, description="time limit for one answer")
     correct_score: float = 1.0
     wrong_score: float = 0.0
+    workers: PositiveInt = Field(default=1, description="verifier processes; several help with long formulas")
     truncated_counts_as: Literal["judged", "wrong"] = Field(
         default="judged", description="judged: a truncated response is still parsed; wrong: it scores wrong_score"
     )
+
+
+    @model_validator(mode="after")
+    def _scores_differ(self) -> Self:
+        if self.correct_score <= self.wrong_score:
+            raise ValueError(
+                f"correct_score = {self.correct_score} must exceed wrong_score = {self.wrong_score}; "
+                "otherwise no group carries a signal, or the wrong one"
+            )
+        return self
 
 
 class DynamicSamplingSection(Section):
@@ -202,6 +215,20 @@ class AlgorithmSection(Section):
     importance_weight_cap: PositiveFloat = Field(default=2.0, description="clean: truncation of each token's weight")
     dynamic_sampling: DynamicSamplingSection = DynamicSamplingSection()
     overlong: OverlongSection = OverlongSection()
+
+    @model_validator(mode="after")
+    def _name_is_true(self) -> Self:
+        # The name goes into reports, so it must not claim what the settings do not do.
+        if self.name == "dapo" and self.loss_aggregation != "token_mean":
+            raise ValueError(
+                f"loss_aggregation = {self.loss_aggregation} is not DAPO's (token_mean); "
+                "set loss_aggregation: token_mean or name: grpo"
+            )
+        if self.name == "grpo" and (self.dynamic_sampling.enabled or self.overlong.enabled):
+            raise ValueError(
+                "dynamic_sampling and overlong belong to DAPO; set name: dapo, or disable both under name: grpo"
+            )
+        return self
 
 
 class OptimizerSection(Section):
@@ -294,8 +321,8 @@ class RunConfig(Section):
             )
         if rollout.top_p < 1.0 or rollout.top_k > 0:
             raise ValueError(
-                f"rollout.top_p = {rollout.top_p}, rollout.top_k = {rollout.top_k}: the trainer's log-probabilities are "
-                "over the whole vocabulary, so the ratio would have the wrong denominator; "
+                f"rollout.top_p = {rollout.top_p}, rollout.top_k = {rollout.top_k}: the trainer's log-probabilities "
+                "are over the whole vocabulary, so the ratio would have the wrong denominator; "
                 "set rollout.top_p: 1.0 and rollout.top_k: 0"
             )
         if rollout.max_prompt_tokens + rollout.max_new_tokens > self.model.max_sequence_length:

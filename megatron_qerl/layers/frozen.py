@@ -77,7 +77,7 @@ class _DenseFrozenLinear(torch.autograd.Function):
         return torch.nn.functional.linear(x, weight)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad_y: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad_y: Tensor) -> tuple[Tensor, None]:
         weight: Tensor = ctx.frozen  # type: ignore[attr-defined]
         return (grad_y.reshape(-1, grad_y.shape[-1]) @ weight).view(*grad_y.shape[:-1], weight.shape[1]), None
 
@@ -102,7 +102,7 @@ class DenseFrozen:
 
     def multiply(self, x: Tensor) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():
-            result: Tensor = _DenseFrozenLinear.apply(x, self.weight)  # type: ignore[no-untyped-call]
+            result: Tensor = _DenseFrozenLinear.apply(x, self.weight)
             return result
         return torch.nn.functional.linear(x, self.weight)
 

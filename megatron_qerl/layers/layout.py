@@ -43,8 +43,9 @@ class FusedLayout:
         """Parts [rows_p, ...] -> fused [rows, ...]; any dtype, bytes move and never change."""
         if self.groups == 1 and len(self.parts) == 1:
             return parts[self.names[0]]
-        pieces = [parts[name].view(self.groups, rows // self.groups, *parts[name].shape[1:]) for name, rows in
-                  self.parts]
+        pieces = [
+            parts[name].view(self.groups, rows // self.groups, *parts[name].shape[1:]) for name, rows in self.parts
+        ]
         return torch.cat(pieces, dim=1).reshape(self.rows, *pieces[0].shape[2:])
 
     def split_rows(self, fused: Tensor) -> dict[str, Tensor]:
@@ -52,8 +53,7 @@ class FusedLayout:
         grouped = fused.view(self.groups, self.rows // self.groups, *fused.shape[1:])
         pieces = torch.split(grouped, [rows // self.groups for _, rows in self.parts], dim=1)
         return {
-            name: piece.reshape(rows, *fused.shape[1:])
-            for (name, rows), piece in zip(self.parts, pieces, strict=True)
+            name: piece.reshape(rows, *fused.shape[1:]) for (name, rows), piece in zip(self.parts, pieces, strict=True)
         }
 
     def fuse_features(self, parts: list[Tensor]) -> Tensor:

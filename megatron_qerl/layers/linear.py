@@ -48,6 +48,8 @@ class _FrozenBase:
 
     layout: FusedLayout
     adapter: LoraAdapter | None
+    weight: None
+    bias: torch.nn.Parameter | None
     _frozen: FrozenWeight | None
 
     def set_frozen(self, weight: FrozenWeight, expected: tuple[int, int]) -> None:

@@ -35,7 +35,8 @@ class NoiseRMSNorm(nn.Module):
     def set_noise(self, z: Tensor | None) -> None:
         """Replace the noise. ``z`` is FP32 [H]; None makes the norm clean again."""
         if z is not None:
-            assert z.shape == self.weight.shape and z.dtype == torch.float32, "z must be FP32 with one value a channel"
+            assert z.shape == self.weight.shape, "z has one value a channel"
+            assert z.dtype == torch.float32, "z is FP32"
             z = z.to(self.weight.device)
         self.noise = z
 

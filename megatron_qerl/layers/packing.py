@@ -11,6 +11,7 @@ its own. A response's last token predicts nothing and is left out; its first tok
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -126,7 +127,7 @@ def pack(
             targets.extend(response)
         boundaries.append(len(tokens))
     cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=device)
-    longest = max(b - a for a, b in zip(boundaries, boundaries[1:], strict=False))
+    longest = max(b - a for a, b in itertools.pairwise(boundaries))
     params = PackedGroups(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,

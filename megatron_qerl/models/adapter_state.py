@@ -82,7 +82,9 @@ def restore(
         for factor, local in _views(adapter, projection, view).items():
             name = f"{path}.{factor}"
             if name not in tensors:
-                raise CheckpointError(str(source), name, "the adapter tensor is missing", "use the run's own checkpoint")
+                raise CheckpointError(
+                    str(source), name, "the adapter tensor is missing", "use the run's own checkpoint"
+                )
             remaining.discard(name)
             dim, value = _sharded_dim(adapter, factor), tensors[name]
             if dim is not None and world > 1:

@@ -117,6 +117,4 @@ class PolicyModel(HybridModel):  # type: ignore[misc]
                 :, : self.real_vocab_size
             ]
         rows = hidden[:, 0].index_select(0, query.rows)
-        return linear_logprob(
-            rows, query.targets, head, temperature=query.temperature, chunk_rows=query.chunk_rows
-        )
+        return linear_logprob(rows, query.targets, head, temperature=query.temperature, chunk_rows=query.chunk_rows)

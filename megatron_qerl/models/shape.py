@@ -111,7 +111,10 @@ def rotary_inverse_frequencies(config: Mapping[str, Any], path: Path) -> Tensor:
         return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
     if kind in ("dynamic", "longrope"):
         raise CheckpointError(
-            f"rope_type in {path}/config.json", kind, "depends on the input length and is not mapped", "use another model"
+            f"rope_type in {path}/config.json",
+            kind,
+            "depends on the input length and is not mapped",
+            "use another model",
         )
     inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
     if attention_factor != 1.0:

@@ -37,7 +37,7 @@ from megatron_qerl.nvfp4.sketch import ActivationSketch
 VERSION_SERIES = "0.47."
 ALGORITHM = "W4A16_NVFP4"
 _ROWS_AT_ONCE_ELEMENTS = 1 << 24  # ModelOpt's packing needs some 20 bytes an element of scratch memory
-_CACHED_ELEMENTS = 1 << 18  # the simulated quantisation works on pieces that stay in the processor's cache
+_PIECE_ELEMENTS = 1 << 22  # bounds the scratch memory of the simulated quantisation
 _BACKEND = "megatron_qerl_nvfp4"
 _FLOAT32_EXPONENT = 0x7F800000
 
@@ -235,7 +235,7 @@ def fake_quantize(weight: Tensor) -> Tensor:
     """
     n, k = weight.shape
     blocks = weight.view(n, k // BLOCK, BLOCK)
-    rows = max(1, _CACHED_ELEMENTS // k)
+    rows = max(1, _PIECE_ELEMENTS // k)
     amax = torch.cat([part.abs().amax(dim=-1) for part in torch.split(blocks, rows)])
     tensor_scale = power_of_two_tensor_scale(float(amax.max()))
     scales = (block_scales_of(amax, tensor_scale).float() * tensor_scale).unsqueeze(-1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SKETCH_ROWS = 512
+SKETCH_ROWS = 256
 
 
 @dataclass(frozen=True)

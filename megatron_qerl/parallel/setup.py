@@ -46,9 +46,7 @@ def resolve_device(setting: str) -> torch.device:
 
 
 def _check_world(layout: ParallelSection, world_size: int) -> None:
-    product = (
-        layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.context_parallel_size
-    )
+    product = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.context_parallel_size
     if world_size % product:
         raise ConfigError(
             "parallel",

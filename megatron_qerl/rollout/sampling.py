@@ -18,6 +18,30 @@ def uniforms(seed: int, rows: Sequence[tuple[str, int, int]], count: int) -> Ten
     return torch.from_numpy(np.stack(drawn))
 
 
+BLOCK = 256
+
+
+def _inverse_distribution(probabilities_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """Index of the first token whose cumulated probability exceeds the uniform, in two levels.
+
+    Cumulating 10^5 numbers a row in FP64 costs more than the model's last layer. So whole blocks are summed first, the
+    block is found in FP64 among their sums, and only that block is cumulated. ``right=True`` steps over probability zero.
+    """
+    rows, vocab = probabilities_BV.shape
+    blocks = torch.nn.functional.pad(probabilities_BV, (0, -vocab % BLOCK)).view(rows, -1, BLOCK)
+    cumulative = torch.cumsum(blocks.sum(dim=-1).double(), dim=-1)
+    total = cumulative[:, -1]
+    # Strictly below the total, or rounding could step past every token that has probability.
+    target = torch.minimum(uniform_B * total, torch.nextafter(total, torch.zeros_like(total)))
+    block = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).clamp_(max=blocks.shape[1] - 1)
+    before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
+    chosen = blocks[torch.arange(rows, device=blocks.device), block.squeeze(1)].double()
+    inner = torch.searchsorted(torch.cumsum(chosen, dim=-1), target.unsqueeze(1) - before, right=True)
+    # The FP32 block sum may exceed the FP64 one by a rounding; the last token that has any probability takes the rest.
+    last = (chosen > 0).long().mul(torch.arange(1, BLOCK + 1, device=blocks.device)).amax(dim=-1, keepdim=True) - 1
+    return (block * BLOCK + torch.minimum(inner, last)).squeeze(1)
+
+
 def sample(logits_BV: Tensor, temperature: float, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """One token a row and its log-probability under the sampling distribution.
 
@@ -34,8 +58,5 @@ def sample(logits_BV: Tensor, temperature: float, uniform_B: Tensor) -> tuple[Te
     if temperature == 0.0:
         tokens = logits_BV.argmax(dim=-1)
     else:
-        # FP64, because 10^5 FP32 additions would bias the tail.
-        cumulative = torch.cumsum(logprobs_BV.double().exp_(), dim=-1)
-        tokens = torch.searchsorted(cumulative, (uniform_B * cumulative[:, -1]).unsqueeze(1)).squeeze(1)
-        tokens = tokens.clamp_(max=logits_BV.shape[1] - 1)
+        tokens = _inverse_distribution(logprobs_BV.exp(), uniform_B)
     return tokens, logprobs_BV.gather(1, tokens.unsqueeze(1)).squeeze(1)

@@ -7,6 +7,7 @@ over its tokens, in the order in which the model returns log-probabilities.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -92,9 +93,7 @@ def _split_long(group: TrainingGroup, budget: int, share_prefix: bool) -> list[T
     return pieces
 
 
-def plan_microbatches(
-    groups: Sequence[TrainingGroup], budget: int, *, share_prefix: bool
-) -> list[list[TrainingGroup]]:
+def plan_microbatches(groups: Sequence[TrainingGroup], budget: int, *, share_prefix: bool) -> list[list[TrainingGroup]]:
     """First-fit decreasing by packed length.
 
     Raises:
@@ -119,8 +118,9 @@ def plan_microbatches(
 
 def build_microbatch(groups: Sequence[TrainingGroup], device: torch.device, *, share_prefix: bool) -> MicroBatch:
     """Pack one micro-batch onto ``device``."""
-    tokens = pack([(g.prompt_ids, [r.token_ids for r in g.responses]) for g in groups], device,
-                  share_prefix=share_prefix)
+    tokens = pack(
+        [(g.prompt_ids, [r.token_ids for r in g.responses]) for g in groups], device, share_prefix=share_prefix
+    )
     responses = [r for g in groups for r in g.responses]
     lengths = torch.tensor([len(r.token_ids) for r in responses])
 
@@ -140,4 +140,4 @@ def split_minibatches(groups: Sequence[TrainingGroup], count: int) -> list[list[
     """``count`` near-equal runs of groups, in order; fewer if there are fewer groups."""
     count = min(count, len(groups))
     bounds = [len(groups) * i // count for i in range(count + 1)]
-    return [list(groups[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [list(groups[a:b]) for a, b in itertools.pairwise(bounds)]

@@ -33,7 +33,9 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def prompts(lengths: Sequence[int] = LENGTHS) -> list[Prompt]:
     generator = torch.Generator().manual_seed(0)
     return [
-        Prompt(Problem(f"p{i}", "q", "7", f"p{i}", "test"), tuple(torch.randint(3, 73, (n,), generator=generator).tolist()))
+        Prompt(
+            Problem(f"p{i}", "q", "7", f"p{i}", "test"), tuple(torch.randint(3, 73, (n,), generator=generator).tolist())
+        )
         for i, n in enumerate(lengths)
     ]
 
@@ -57,7 +59,9 @@ def generate(
     return engine.generate([GenerationRequest(p, group_size, 0) for p in chosen], params or sampling())
 
 
-def trainer_logprobs(loaded: Loaded, groups: list[list[Completion]], noise: NoiseState | None, t: float) -> torch.Tensor:
+def trainer_logprobs(
+    loaded: Loaded, groups: list[list[Completion]], noise: NoiseState | None, t: float
+) -> torch.Tensor:
     packs = [(p.token_ids, [c.token_ids for c in g]) for p, g in zip(prompts(), groups, strict=True)]
     tokens = pack(packs, torch.device("cpu"), share_prefix=True)
     query = LogprobQuery(tokens.logit_rows, tokens.targets, t, 64)

@@ -50,9 +50,7 @@ def hf_logits(path: Path, ids: Tensor, dtype: torch.dtype = torch.float32) -> Te
 def last_logits(loaded: Loaded, ids: Tensor) -> Tensor:
     """[S, V] logits of every position of one sequence, by asking for each prefix's last."""
     with torch.no_grad():
-        return torch.cat(
-            [loaded.model(ids[:, : n + 1], torch.arange(n + 1)[None]) for n in range(ids.shape[1])]
-        )
+        return torch.cat([loaded.model(ids[:, : n + 1], torch.arange(n + 1)[None]) for n in range(ids.shape[1])])
 
 
 def random_ids(n: int, seed: int = 0) -> Tensor:
@@ -134,9 +132,7 @@ def packed_logprobs(loaded: Loaded, *, share: bool, seed: int = 0) -> Tensor:
     ]
     tokens = pack(groups, CPU, share_prefix=share)
     query = LogprobQuery(tokens.logit_rows, tokens.targets, 0.8, 4)
-    logprobs, _ = loaded.model(
-        tokens.token_ids, tokens.position_ids, packed_seq_params=tokens.params, query=query
-    )
+    logprobs, _ = loaded.model(tokens.token_ids, tokens.position_ids, packed_seq_params=tokens.params, query=query)
     return logprobs
 
 

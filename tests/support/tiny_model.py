@@ -34,15 +34,21 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
     fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}="
     fast.save_pretrained(folder)
 
 
-def write_model(folder: Path, family: str = "llama", *, tied: bool = True, dtype: torch.dtype = torch.float32,
-                seed: int = 0, scale: float = 0.3, **sizes: Any) -> Path:
+def write_model(
+    folder: Path,
+    family: str = "llama",
+    *,
+    tied: bool = True,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    scale: float = 0.3,
+    **sizes: Any,
+) -> Path:
     """A random model of ``family`` ("llama", "qwen2", "qwen3"); weights are wide enough that logits differ.
 
     Norm scales and biases are random too: ones and zeros would hide a swapped name.

@@ -45,6 +45,8 @@ def write_model(
             if "norm" in name:  # scales that differ, with some channels far louder than the rest
                 loud = torch.rand(parameter.shape) < 0.06
                 parameter.copy_((0.5 + torch.rand(parameter.shape)) * torch.where(loud, 12.0, 1.0))
+            elif name.endswith(("v_proj.weight", "up_proj.weight")):
+                parameter.mul_(5.0)  # fused groups whose members have different amaxes
             elif name.endswith("bias"):
                 parameter.copy_(torch.randn(parameter.shape) * 0.3)
     model.config.dtype = dtype

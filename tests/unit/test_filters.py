@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_qerl.algorithms.filters import refill_plan, sampling_report, split_by_signal
+from megatron_qerl.metrics.names import METRICS
 from megatron_qerl.types import Outcome
 from tests.support.groups import make_group
 
@@ -63,6 +64,10 @@ def test_the_report_sums_the_rounds_and_names_the_shortfall():
         "groups/shortfall": 1.0,
         "groups/mixed_fraction": 0.4,
     }
+
+
+def test_metric_names_are_registered():
+    assert set(sampling_report([split_by_signal([MIXED])], wanted=1).as_metrics()) <= set(METRICS)
 
 
 def test_a_step_that_generated_nothing_has_no_mixed_fraction():

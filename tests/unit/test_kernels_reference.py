@@ -118,7 +118,8 @@ def test_logprob_entropy_and_gradient_match_full_logits(chunk: int, temperature:
     (picked * upstream.double()).sum().backward()
     assert torch.allclose(logprobs.double(), picked, atol=2e-5)
     assert torch.allclose(entropy.double(), -(full.exp() * full).sum(1), atol=2e-5)
-    assert hidden.grad is not None and exact.grad is not None
+    assert hidden.grad is not None
+    assert exact.grad is not None
     assert torch.allclose(hidden.grad.double(), exact.grad, atol=2e-5)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -47,7 +48,7 @@ def test_exponential_schedule_hits_both_endpoints_exactly_in_equal_log_steps() -
     assert sigmas[0] == 0.0
     assert sigmas[1] == 1e-2
     assert sigmas[9] == 5e-4
-    steps = [math.log(b / a) for a, b in zip(sigmas[1:], sigmas[2:], strict=False)]
+    steps = [math.log(b / a) for a, b in itertools.pairwise(sigmas)]
     assert max(steps) - min(steps) < 1e-12
     assert steps[0] == pytest.approx(math.log(5e-4 / 1e-2) / 8)
 

@@ -63,9 +63,7 @@ class EmbeddedEngine:
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[list[Completion]]:
         if self._policy is None:
             raise FaultError("embedded engine", "was asked to generate before a policy was published", "publish first")
-        policy = replace(
-            self._policy, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
-        )
+        policy = replace(self._policy, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
         if sampling.top_p < 1.0 or sampling.top_k > 0:
             raise FaultError("embedded engine", "does not cut the support (top_p, top_k)", "use top_p 1.0 and top_k 0")
         results: list[list[Completion]] = []
@@ -123,9 +121,7 @@ class EmbeddedEngine:
         # A padding query may look at itself: a row with nothing to look at would be nan and spread.
         mask &= ~torch.eye(longest, dtype=torch.bool)[None]
         cache = KVCache(len(prompts), longest + new_tokens)
-        logits = self.model(
-            ids.to(device), positions.to(device), mask[:, None].to(device), inference_context=cache
-        )
+        logits = self.model(ids.to(device), positions.to(device), mask[:, None].to(device), inference_context=cache)
         return cache, logits, blocked.to(device)
 
     def _generate(
