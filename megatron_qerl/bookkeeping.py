@@ -21,7 +21,16 @@ def _responses(collected: CollectedStep) -> list[ScoredCompletion]:
     return [r for g in collected.generated for r in g.responses]
 
 
-def rollout_values(collected: CollectedStep) -> dict[str, float]:
+def _group_values(collected: CollectedStep, *, filtered: bool) -> dict[str, float]:
+    """Counts of groups; without dynamic sampling nothing is dropped or missing, whatever the groups hold."""
+    values = collected.report.as_metrics()
+    if not filtered:
+        values |= {k: 0.0 for k in values if "dropped" in k or k == "groups/shortfall"}
+        values["groups/kept"] = float(len(collected.trainable))
+    return values
+
+
+def rollout_values(collected: CollectedStep, *, filtered: bool) -> dict[str, float]:
     """Rewards, outcomes, groups, lengths and token counts of everything generated in the step."""
     responses = _responses(collected)
     rewards = [r.reward for r in responses]
@@ -33,8 +42,7 @@ def rollout_values(collected: CollectedStep) -> dict[str, float]:
         "reward/std": math.sqrt(sum((x - mean) ** 2 for x in rewards) / len(rewards)),
         "reward/score_mean": sum(r.judgement.score for r in responses) / len(responses),
         **fractions,
-        **collected.report.as_metrics(),
-        "groups/kept": float(len(collected.trainable)),
+        **_group_values(collected, filtered=filtered),
         "length/mean_tokens": sum(lengths) / len(lengths),
         "length/max_tokens": float(max(lengths)),
         "length/min_tokens": float(min(lengths)),

@@ -6,6 +6,7 @@ noise state -> publish policy -> prove noise -> collect groups -> advantages -> 
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,16 +16,17 @@ import torch
 
 from megatron_qerl import bookkeeping as book
 from megatron_qerl.algorithms.advantage import with_advantages
-from megatron_qerl.config.loader import RESOLVED_CONFIG_FILENAME, config_hash, resolved_yaml
+from megatron_qerl.config.loader import RESOLVED_CONFIG_FILENAME, load_resolved_config, resolved_yaml
 from megatron_qerl.config.schema import RunConfig
 from megatron_qerl.data.dataset import load_dataset, require_disjoint
 from megatron_qerl.data.prompts import PromptRenderer
-from megatron_qerl.errors import CheckpointError, ParityError
+from megatron_qerl.errors import CheckpointError, FaultError, NonFiniteError, ParityError
 from megatron_qerl.evaluation import evaluate, evaluation_prompts, metric_values
+from megatron_qerl.identity import data_hash, first_difference, settings_hash
 from megatron_qerl.metrics.memory import memory_values
 from megatron_qerl.metrics.phases import PhaseClock
 from megatron_qerl.metrics.sinks import SinkGroup, build_sinks
-from megatron_qerl.noise.proof import NoiseReadback, check_counts, logprob_change, read_back
+from megatron_qerl.noise.proof import check_counts, check_engine, logprob_change, read_back
 from megatron_qerl.parallel import setup
 from megatron_qerl.report.html import write_report
 from megatron_qerl.report.summary import (
@@ -44,7 +46,7 @@ from megatron_qerl.trainer.batch import TrainingGroup, TrainingResponse, trainin
 from megatron_qerl.trainer.checkpoint import RunPosition
 from megatron_qerl.trainer.optimizer import AdapterOptimizer
 from megatron_qerl.trainer.step import StepStatistics, Trainer
-from megatron_qerl.types import NoiseState, StepMetrics
+from megatron_qerl.types import Group, NoiseState, StepMetrics
 
 SAMPLES_PER_STEP = 4
 #: Largest |engine - trainer| log-probability that arithmetic alone explains; measured, see docs/verified.md.
@@ -62,8 +64,8 @@ def train(config: RunConfig, *, resume: bool) -> Path:
         UserError: the config, the model or the data cannot be used.
         FaultError: something failed on the way; the newest checkpoint stays usable.
     """
-    session = open_session(config)
     try:
+        session = open_session(config)
         with MathVerifier(config.reward, config.reward.workers) as verifier:
             run = TrainingRun(session, verifier, resume=resume)
             with run.sinks:
@@ -73,11 +75,14 @@ def train(config: RunConfig, *, resume: bool) -> Path:
                     step = run.position.step
                     noise = session.registry.state(step, config.train.steps)
                     run.clock.start_step()
+                    run.save_when_due()
                     run.publish(noise)
                     proof = run.prove_noise(noise)
                     collected = run.collect()
+                    proof |= run.prove_engine(collected, noise)
                     stats = run.update(collected, noise)
                     run.finish_step(collected, stats, noise, proof)
+                run.save()
                 run.evaluate_policy("after")
             run.write_results()
             return run.run_dir
@@ -98,7 +103,7 @@ class TrainingRun:
         config = session.config
         self.session, self.config, self.verifier = session, config, verifier
         self.run_dir = config.run.output_dir / config.run.name
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        _make_run_folder(self.run_dir)
         synchronize = torch.cuda.synchronize if session.parallel.device.type == "cuda" else None
         self.clock = PhaseClock(synchronize=synchronize)
         self.engine = session.engine()
@@ -109,6 +114,7 @@ class TrainingRun:
         renderer = PromptRenderer(session.tokenizer, config.data, config.rollout.max_prompt_tokens)
         prompts = [renderer.render(p) for p in problems]
         self.eval_prompts = evaluation_prompts(session, config.eval.problems)
+        self.data_hash = data_hash(prompts, self.eval_prompts)
         require_disjoint(problems, [p.problem for p in self.eval_prompts])
         verifier.check_references([*problems, *(p.problem for p in self.eval_prompts)])
         self.collector = Collector(self.engine, verifier, session.tokenizer, prompts, config)
@@ -116,16 +122,18 @@ class TrainingRun:
         probe = TrainingResponse((*answer, session.stop_token_ids[0]), (0.0,) * (len(answer) + 1), 0.0, 0)
         self.probe = [TrainingGroup(prompts[0].token_ids, (probe,))]
         self.position = self._start_position(resume)
-        self.sinks = self._sinks()
-        self.last_noise: tuple[NoiseState, NoiseReadback] | None = None
+        self.saved_step = self.position.step
+        self.wall_before_s = dict(self.position.wall_s)
+        self.sinks = self._sinks(resume)
 
     # -- start ------------------------------------------------------------------------------------------------------
 
     def _start_position(self, resume: bool) -> RunPosition:
         found = checkpoint.list_checkpoints(self.run_dir) if resume else []
         fresh = RunPosition(
-            step=0, updates=0, data_position=0, stream=0, metrics_lines=0, samples_lines=0, wall_s={}, tokens={},
-            config_hash=config_hash(self.config), base_hash=self.session.base_hash, adapter_hash="",
+            step=0, updates=0, data_position=0, stream=0, metrics_lines=0, wall_s={}, tokens={},
+            config_hash=settings_hash(self.config), data_hash=self.data_hash,
+            base_hash=self.session.base_hash, adapter_hash="",
             extra={"started_at": datetime.now(UTC).isoformat(timespec="seconds"), "parity_max": None, "evals": {},
                    "noise_modules": None},
         )  # fmt: skip
@@ -134,21 +142,22 @@ class TrainingRun:
             return fresh
         folder = found[-1]
         stored = checkpoint.read_position(folder)
+        changed = first_difference(load_resolved_config(self.run_dir), self.config)
         for name, have, want in (
-            ("config", fresh.config_hash, stored.config_hash),
+            (f"config ({changed})", fresh.config_hash, stored.config_hash),
             ("base model", fresh.base_hash, stored.base_hash),
+            ("set of problems or chat template", fresh.data_hash, stored.data_hash),
         ):
             if have != want:
                 raise CheckpointError(
                     f"--resume {folder}",
                     have[:12],
-                    f"the checkpoint was made with another {name} ({want[:12]})",
+                    f"the checkpoint was made with another {name}",
                     "resume with the same one, or start a run under a new run.name",
                 )
         return checkpoint.load(folder, self.session.model, self.session.shape, self.optimizer)
 
-    def _sinks(self) -> SinkGroup:
-        resumed = self.position.step > 0
+    def _sinks(self, resume: bool) -> SinkGroup:
         discard_samples_after(self.run_dir, self.position.step)
         return build_sinks(
             self.config.metrics,
@@ -157,7 +166,7 @@ class TrainingRun:
             run_name=self.config.run.name,
             run_config=self.config.model_dump(mode="json"),
             completed_steps=self.position.step,
-            resume_position_lines=self.position.metrics_lines if resumed else None,
+            resume_position_lines=self.position.metrics_lines if resume else None,
         )
 
     # -- stages of a step -------------------------------------------------------------------------------------------
@@ -176,10 +185,9 @@ class TrainingRun:
         with self.clock.phase("noise"):
             with self.session.registry.applied(noise):
                 readback = read_back(self.session.registry, noise)
-            check_counts(readback.touched, readback.expected, noise)
+            check_counts(readback.touched, len(self.session.registry.expected), noise)
             clean, noisy = self.trainer.probe(self.probe, None), self.trainer.probe(self.probe, noise)
             change = logprob_change(clean, noisy, noise)
-        self.last_noise = (noise, readback)
         self.position.extra["noise_modules"] = [readback.expected, readback.touched]
         return book.noise_values(noise, readback, change)
 
@@ -188,31 +196,56 @@ class TrainingRun:
         sampling = self.session.sampling(self.config.run.seed)
         return self.collector.collect(sampling, self.position.data_position, self.position.stream, self.clock)
 
+    def prove_engine(self, collected: CollectedStep, noise: NoiseState) -> dict[str, float]:
+        """Score one group the engine generated, with and without the noise, and stop if it was drawn under another."""
+        if not noise.active:
+            return {}
+        with self.clock.phase("noise"):
+            group = training_groups([replace(g, advantages=(0.0,) * len(g.responses)) for g in collected.generated[:1]])
+            comparison = self.trainer.measure_engine(group, noise)
+        check_engine(comparison, noise)
+        self._check_parity(comparison.max_abs)
+        return {
+            "noise/engine_slope": comparison.slope,
+            "parity/logprob_max_abs": comparison.max_abs,
+            "parity/logprob_mean_abs": comparison.mean_abs,
+        }
+
     def update(self, collected: CollectedStep, noise: NoiseState) -> StepStatistics:
         """Advantages, then all optimizer updates of this rollout. Without a trainable group nothing is updated."""
-        epsilon = self.config.algorithm.advantage_epsilon
-        groups = training_groups([with_advantages(g, epsilon) for g in collected.trainable])
+        groups = training_groups([self._with_advantages(g) for g in collected.trainable])
         if not groups:
             return StepStatistics()
-        parity = StepStatistics()
-        if noise.active and not self.trainer.plan.replay_noise:
-            # The update runs on the clean policy; what the engine computed is compared under its own noise.
-            with self.clock.phase("logprob"):
-                self.trainer.measure_parity(groups[:1], noise, parity)
-        with self.clock.phase("train"):
-            stats = self.trainer.train_step(groups, noise)
-        if parity.parity_tokens:
-            stats.parity_max, stats.parity_sum = parity.parity_max, parity.parity_sum
-            stats.parity_tokens = parity.parity_tokens
-        self._check_parity(stats)
+        try:
+            with self.clock.phase("train"):
+                stats = self.trainer.train_step(groups, noise)
+        except NonFiniteError:
+            self._keep_evidence(collected)
+            raise
+        self._check_parity(stats.parity_max)
         return stats
 
-    def _check_parity(self, stats: StepStatistics) -> None:
+    def _with_advantages(self, group: Group) -> Group:
+        # Judged on the raw score: where all are equally right or wrong, shaping alone would teach length.
+        if not group.mixed:
+            return replace(group, advantages=(0.0,) * len(group.responses))
+        return with_advantages(group, self.config.algorithm.advantage_epsilon)
+
+    def _keep_evidence(self, collected: CollectedStep) -> None:
+        """Responses of a step that did not end in finite numbers, numbered as the error numbers them."""
+        responses = [
+            {"response": i, "uid": g.prompt.problem.uid, "token_ids": r.completion.token_ids,
+             "logprobs": r.completion.logprobs, "reward": r.reward, "text": r.text}
+            for i, (g, r) in enumerate((g, r) for g in collected.trainable for r in g.responses)
+        ]  # fmt: skip
+        (self.run_dir / "non_finite.json").write_text(json.dumps(responses, indent=1))
+
+    def _check_parity(self, largest: float) -> None:
         bound = self.config.rollout.parity_bound or PARITY_BOUND[self.config.model.dtype]
-        if stats.parity_max > bound:
+        if largest > bound:
             raise ParityError(
                 f"step {self.position.step + 1}",
-                f"engine and trainer differ by {stats.parity_max:.3g} nats on a token, bound {bound:g}",
+                f"engine and trainer differ by {largest:.3g} nats on a token, bound {bound:g}",
                 "the ratio's denominator would be wrong; see rollout.parity_bound and megatron-qerl doctor",
             )
 
@@ -222,10 +255,11 @@ class TrainingRun:
         """Record the step, evaluate and checkpoint when due."""
         step = self.position.step + 1
         extra = self.position.extra
-        if stats.parity_tokens:
-            extra["parity_max"] = max(extra["parity_max"] or 0.0, stats.parity_max)
-        values = book.rollout_values(collected) | book.training_values(stats) | book.parity_values(stats)
-        values |= noise_metrics | self.session.memory() | memory_values()
+        filtered = self.config.algorithm.dynamic_sampling.enabled
+        values = book.rollout_values(collected, filtered=filtered) | book.training_values(stats)
+        values |= noise_metrics | book.parity_values(stats) | self.session.memory() | memory_values()
+        if "parity/logprob_max_abs" in values:
+            extra["parity_max"] = max(extra["parity_max"] or 0.0, values["parity/logprob_max_abs"])
         values["memory/optimizer_bytes"] = float(self.optimizer.state_bytes)
         values["memory/kv_cache_bytes"] = float(self.engine.kv_cache_peak_bytes)
         values["policy/adapter_version"] = float(self.position.updates)
@@ -246,11 +280,16 @@ class TrainingRun:
         policy = collected.generated[0].responses[0].completion.policy
         info = {"adapter_hash": policy.adapter_hash, "noise": _noise_info(noise)}
         self.sinks.log(StepMetrics(step, values | self.clock.finish_step(), info))
-        if step % self.config.checkpoint.interval_steps == 0 or step == self.config.train.steps:
+
+    def save_when_due(self) -> None:
+        """Checkpoint the steps recorded so far; called at the start of a step, so that its time is in the record."""
+        if self.position.step % self.config.checkpoint.interval_steps == 0:
             self.save()
 
     def save(self) -> None:
-        """Write a checkpoint of the position after the step that was just recorded."""
+        """Write a checkpoint of the position after the last recorded step, unless it is there already."""
+        if self.position.step == self.saved_step:
+            return
         with self.clock.phase("checkpoint"):
             self.position = replace(
                 self.position,
@@ -266,14 +305,14 @@ class TrainingRun:
                 self.optimizer,
                 self.config.checkpoint.keep,
             )
-        self._saved_clock = self.clock.totals_s
+        self.saved_step = self.position.step
 
     # -- evaluation and results -------------------------------------------------------------------------------------
 
     def evaluate_policy(self, label: str, noise: NoiseState | None = None) -> list[EvalRecord]:
         """Evaluate the clean policy in every configured mode, and the noisy one if asked for."""
-        if noise is None and self.last_noise is not None:
-            noise = self.last_noise[0]
+        if noise is None and self.position.step > 0:
+            noise = self.session.registry.state(self.position.step - 1, self.config.train.steps)
         states: list[NoiseState | None] = [None]
         if self.config.eval.noisy and noise is not None and noise.active:
             states.append(noise)
@@ -300,9 +339,7 @@ class TrainingRun:
         return records
 
     def _wall_s(self) -> dict[str, float]:
-        earlier, now = getattr(self, "_wall_before", self.position.wall_s), self.clock.totals_s
-        self._wall_before = earlier
-        return {k: earlier.get(k, 0.0) + v for k, v in now.items()}
+        return {k: self.wall_before_s.get(k, 0.0) + v for k, v in self.clock.totals_s.items()}
 
     def _accuracy(self, label: str) -> Accuracy | None:
         found: dict[str, Any] | None = self.position.extra["evals"].get(f"{label}_{self.config.eval.modes[0]}")
@@ -336,6 +373,15 @@ class TrainingRun:
         )
         write_summary(self.run_dir, summary)
         write_report(self.run_dir)
+
+
+def _make_run_folder(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FaultError(
+            f"run folder {run_dir}", f"cannot be made ({error})", "choose another run.output_dir"
+        ) from error
 
 
 def _noise_info(state: NoiseState) -> dict[str, Any]:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_qerl.config.loader import load_resolved_config
-from megatron_qerl.data.dataset import EVALUATION_SHUFFLE_SEED, load_dataset
+from megatron_qerl.data.dataset import EVALUATION_SHUFFLE_SEED, load_dataset, require_disjoint
 from megatron_qerl.data.prompts import PromptRenderer
+from megatron_qerl.errors import CheckpointError, UserError
 from megatron_qerl.metrics.intervals import accuracy_interval
+from megatron_qerl.models.adapter_state import restore
 from megatron_qerl.parallel import setup
 from megatron_qerl.report.summary import Accuracy, EvalProblem, EvalRecord, write_eval
 from megatron_qerl.rewards.math import MathVerifier
 from megatron_qerl.rollout.collect import Verifier, score_groups
 from megatron_qerl.rollout.engine import GenerationRequest, RolloutEngine
 from megatron_qerl.session import Session, open_session
-from megatron_qerl.trainer.checkpoint import find, load_adapter, read_position
+from megatron_qerl.trainer.checkpoint import RunPosition, adapter_tensors, find, read_position
 from megatron_qerl.types import NoiseState, Outcome, Prompt
 
 EvalMode = Literal["greedy", "sampled"]
@@ -92,6 +94,30 @@ def metric_values(record: EvalRecord) -> dict[str, float]:
     return {name: accuracy.mean, f"{name}_low": accuracy.low, f"{name}_high": accuracy.high}
 
 
+def _check_identity(session: Session, position: RunPosition, folder: Path) -> None:
+    if session.base_hash != position.base_hash:
+        raise CheckpointError(
+            f"base model {session.folder.path}",
+            session.base_hash[:12],
+            f"checkpoint {folder} was trained on another base ({position.base_hash[:12]})",
+            "put the model back that the run was trained on",
+        )
+
+
+def _noise_of(session: Session, position: RunPosition) -> list[NoiseState]:
+    """The noise of the checkpoint's last step.
+
+    Raises:
+        UserError: there was none, so a noisy evaluation would measure the clean policy again.
+    """
+    state = session.registry.state(max(position.step - 1, 0), session.config.train.steps)
+    if not state.active:
+        raise UserError(
+            "--noisy", f"step {position.step}", "no noise was in force at this checkpoint", "leave out --noisy"
+        )
+    return [state]
+
+
 def evaluate_run(
     run_dir: Path, *, checkpoint: str, modes: tuple[str, ...], noisy: bool, problems: int | None
 ) -> dict[str, Any]:
@@ -103,18 +129,21 @@ def evaluate_run(
     config = load_resolved_config(run_dir)
     folder = find(run_dir, checkpoint)
     position = read_position(folder)
-    session = open_session(config)
     result: dict[str, Any] = {"run": str(run_dir), "checkpoint": folder.name}
     try:
-        load_adapter(folder, session.model, session.shape)
+        session = open_session(config)
+        _check_identity(session, position, folder)
+        restore(session.model, session.shape, adapter_tensors(folder), folder)
         engine = session.engine()
         prompts = evaluation_prompts(session, problems if problems is not None else config.eval.problems)
-        last = session.registry.state(max(position.step - 1, 0), config.train.steps)
-        states: list[NoiseState | None] = [None, replace(last)] if noisy else [None]
+        require_disjoint(load_dataset(config.data.train, config.run.seed), [p.problem for p in prompts])
+        states = [None, *_noise_of(session, position)] if noisy else [None]
         with MathVerifier(config.reward, config.reward.workers) as verifier:
+            verifier.check_references(p.problem for p in prompts)
             for mode in modes:
                 for noise in states:
-                    label = f"{folder.name}_{'noisy_' if noise else ''}{mode}"
+                    # Apart from the records that training wrote, which the report reads as they were.
+                    label = f"cli_{folder.name}_n{len(prompts)}_{'noisy_' if noise else ''}{mode}"
                     record = evaluate(
                         session,
                         engine,

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safetensors.torch import load_file
-
 from megatron_qerl.config.loader import load_resolved_config
 from megatron_qerl.models.export import write_adapter
-from megatron_qerl.trainer.checkpoint import find
+from megatron_qerl.trainer.checkpoint import adapter_tensors, find
 
 
 def export_adapter(run_dir: Path, output: Path, checkpoint: str) -> Path:
@@ -20,4 +18,4 @@ def export_adapter(run_dir: Path, output: Path, checkpoint: str) -> Path:
     """
     config = load_resolved_config(run_dir)
     folder = find(run_dir, checkpoint)
-    return write_adapter(load_file(folder / "adapter.safetensors"), config.lora, config.model.path, output)
+    return write_adapter(adapter_tensors(folder), config.lora, config.model.path, output)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,8 @@ from megatron_qerl.models.policy import PolicyModel
 from megatron_qerl.models.shape import ModelShape, read_shape
 from megatron_qerl.models.walk import expected_norms, norms
 from megatron_qerl.noise.registry import NoiseRegistry
-from megatron_qerl.nvfp4.checkpoint import ModelFolder
+from megatron_qerl.nvfp4.checkpoint import MANIFEST_FILE, ModelFolder, read_json
+from megatron_qerl.nvfp4.manifest import verify_manifest
 from megatron_qerl.parallel import setup
 from megatron_qerl.rollout.engine import RolloutEngine
 from megatron_qerl.types import NoiseState, PolicyVersion, SamplingParams
@@ -48,10 +49,7 @@ class Session:
 
     def engine(self) -> RolloutEngine:
         """The engine that ``rollout.engine`` names."""
-        if self.config.rollout.engine != "embedded":
-            raise ConfigError(
-                "rollout.engine", self.config.rollout.engine, "is not available in this version", "use embedded"
-            )
+        assert self.config.rollout.engine == "embedded", "refuse_unbuilt lets no other through"
         from megatron_qerl.rollout.engines.embedded import EmbeddedEngine
 
         return EmbeddedEngine(self.model, self.registry, self.config.rollout.max_batch_size)
@@ -100,12 +98,12 @@ def open_session(config: RunConfig) -> Session:
         CheckpointError: the folder cannot be used.
         ConfigError: the config does not fit the model or the machine.
     """
+    refuse_unbuilt(config)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     folder = ModelFolder.open(config.model.path)
     shape = read_shape(folder.config, folder.path)
-    folder.check_tokenizer()
-    _refuse_unbuilt(config)
+    _check_folder(folder, config)
     context = setup.initialize(config.parallel, config.model.device, config.run.seed)
     tokenizer = load_tokenizer(folder.path)
     recompute = config.train.recompute
@@ -128,8 +126,32 @@ def open_session(config: RunConfig) -> Session:
     )
 
 
-def _refuse_unbuilt(config: RunConfig) -> None:
-    """Settings that the schema knows and this version cannot honour; nothing is quietly ignored."""
+def _check_folder(folder: ModelFolder, config: RunConfig) -> None:
+    """The bytes are the manifest's, the tokenizer belongs to them, and the model can take the lengths asked for."""
+    folder.check_tokenizer()
+    longest = folder.config.get("max_position_embeddings")
+    if longest is not None and config.model.max_sequence_length > int(longest):
+        raise ConfigError(
+            "model.max_sequence_length",
+            config.model.max_sequence_length,
+            f"exceeds the model's max_position_embeddings = {longest}",
+            "lower it",
+        )
+    if (folder.path / MANIFEST_FILE).is_file():
+        verify_manifest(folder.path)
+
+
+def refuse_unbuilt(config: RunConfig) -> None:
+    """Settings that the schema knows and this version cannot honour; nothing is quietly ignored.
+
+    Raises:
+        ConfigError: names the key and what to use.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != 1:
+        raise ConfigError("WORLD_SIZE", world_size, "training on several ranks is not proved yet", "start one process")
+    if config.rollout.engine != "embedded":
+        raise ConfigError("rollout.engine", config.rollout.engine, "is not available in this version", "use embedded")
     if config.model.attention == "transformer_engine":
         raise ConfigError("model.attention", "transformer_engine", "is not available in this version", "use sdpa")
     if config.noise.enabled and config.noise.scope != "rollout":
@@ -144,7 +166,11 @@ def _refuse_unbuilt(config: RunConfig) -> None:
         "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
         "context_parallel_size": layout.context_parallel_size,
         "expert_model_parallel_size": layout.expert_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline_model_parallel_size or 1,
+        "expert_tensor_parallel_size": layout.expert_tensor_parallel_size or 1,
     }
+    if layout.sequence_parallel:
+        raise ConfigError("parallel.sequence_parallel", True, "needs tensor parallelism, not proved yet", "use false")
     for name, size in sizes.items():
         if size != 1:
             raise ConfigError(f"parallel.{name}", size, "training on several ranks is not proved yet", "use 1")
@@ -174,6 +200,6 @@ def stop_tokens(path: Path, tokenizer: Any) -> tuple[int, ...]:
     stops = {int(tokenizer.eos_token_id)}
     file = path / "generation_config.json"
     if file.is_file():
-        found = json.loads(file.read_text()).get("eos_token_id")
+        found = read_json(file).get("eos_token_id")
         stops.update(found if isinstance(found, list) else [] if found is None else [found])
     return tuple(sorted(stops))

@@ -26,7 +26,6 @@ examples:
   megatron-qerl train configs/demo.yaml --dry-run
   megatron-qerl train configs/demo.yaml train.steps=50 optimizer.learning_rate=1e-4 run.name=longer
   megatron-qerl train configs/demo.yaml --resume
-  torchrun --nproc-per-node 8 -m megatron_qerl.cli.main train configs/qwen2.5-7b-gsm8k.yaml
 """
 
 

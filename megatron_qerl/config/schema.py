@@ -32,9 +32,13 @@ class Section(BaseModel):
 class RunSection(Section):
     """Where a run lives and what makes it repeatable."""
 
-    name: str = Field(min_length=1, description="name of the run; its folder is output_dir/name")
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="name of the run; its folder is output_dir/name"
+    )
     output_dir: Path = Field(default=Path("runs"), description="parent of the run folder")
-    seed: NonNegativeInt = Field(default=1, description="seeds sampling, noise, adapters and data order")
+    seed: Annotated[int, Field(ge=0, lt=1 << 40)] = Field(
+        default=1, description="seeds sampling, noise, adapters and data order; below 2^40"
+    )
     threads: NonNegativeInt = Field(default=0, description="CPU threads for torch; 0 leaves torch's choice")
 
 
@@ -87,7 +91,9 @@ class NoiseSection(Section):
     enabled: bool = True
     schedule: Literal["exponential", "constant"] = "exponential"
     sigma_start: NonNegativeFloat = Field(default=1e-2, description="sigma of stage 1 (paper table 4: 1e-2)")
-    sigma_end: NonNegativeFloat = Field(default=5e-4, description="sigma of the last stage (paper table 4: 5e-4)")
+    sigma_end: NonNegativeFloat = Field(
+        default=5e-4, description="exponential: sigma of the last stage (paper table 4: 5e-4)"
+    )
     stages: PositiveInt = Field(default=10, description="K, counting the noise-free stage 0")
     scope: NoiseScope = "rollout"
     application: Literal["replace", "accumulate"] = "replace"
@@ -102,8 +108,13 @@ class NoiseSection(Section):
             raise ValueError("noise.roles is empty although noise.enabled is true; list roles or set enabled: false")
         if len(set(self.roles)) != len(self.roles):
             raise ValueError("a noise role is listed twice")
-        if self.schedule == "exponential" and self.stages > 1:
-            if self.sigma_start == 0.0 or self.sigma_end == 0.0:
+        if self.stages < 2 or self.sigma_start == 0.0:
+            raise ValueError(
+                f"stages = {self.stages}, sigma_start = {self.sigma_start} would never add noise (stage 0 has none); "
+                "use stages >= 2 and sigma_start > 0, or set enabled: false"
+            )
+        if self.schedule == "exponential":
+            if self.sigma_end == 0.0:
                 raise ValueError(
                     "an exponential schedule needs sigma_start > 0 and sigma_end > 0; "
                     "for no noise set noise.enabled: false, for one value use schedule: constant"
@@ -173,7 +184,6 @@ class RewardSection(Section):
     truncated_counts_as: Literal["judged", "wrong"] = Field(
         default="judged", description="judged: a truncated response is still parsed; wrong: it scores wrong_score"
     )
-
 
     @model_validator(mode="after")
     def _scores_differ(self) -> Self:
@@ -330,6 +340,12 @@ class RunConfig(Section):
                 f"rollout.max_prompt_tokens + rollout.max_new_tokens = "
                 f"{rollout.max_prompt_tokens + rollout.max_new_tokens} exceeds "
                 f"model.max_sequence_length = {self.model.max_sequence_length}; shorten one or raise the other"
+            )
+        longest = rollout.max_prompt_tokens + rollout.max_new_tokens - 1
+        if self.train.microbatch_tokens < longest:
+            raise ValueError(
+                f"train.microbatch_tokens = {self.train.microbatch_tokens} is less than one prompt with one response "
+                f"may need, {longest}; raise it, or shorten rollout.max_prompt_tokens or rollout.max_new_tokens"
             )
         overlong = algorithm.overlong
         if overlong.enabled and overlong.buffer_tokens >= rollout.max_new_tokens:

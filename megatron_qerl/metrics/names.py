@@ -80,6 +80,7 @@ GROUPS: tuple[PlotGroup, ...] = (
     PlotGroup("stage", "Noise stage", "stage (index)", "steps"),
     PlotGroup("noise_modules", "Noise: modules touched", "modules (count)", "steps"),
     PlotGroup("noise_change", "Noise: change of log-probability", "|change| (nats)", log=True),
+    PlotGroup("engine_slope", "Noise: effect seen in the engine", "share of the effect"),
     PlotGroup("entropy", "Entropy of the sampling distribution", "entropy (nats)"),
     PlotGroup("ratio", "Probability ratio", "ratio", "band", log=True),
     PlotGroup("ratio_std", "Spread of the ratio", "standard deviation"),
@@ -262,6 +263,13 @@ def _policy() -> Iterable[Metric]:
     change = "absolute change of a probe token's log-probability between clean and noisy policy."
     yield Metric("noise/logprob_change_mean", "nats", "noise_change", f"Mean {change}")
     yield Metric("noise/logprob_change_max", "nats", "noise_change", f"Largest {change}", "max")
+    yield Metric(
+        "noise/engine_slope",
+        "1",
+        "engine_slope",
+        "Share of the noise's effect on the log-probabilities that the engine's own numbers show: 1 if it generated "
+        "under the recorded noise, 0 if it had none (regression over the tokens of one group).",
+    )
     difference = "absolute difference of the engine's and the trainer's log-probability of a generated token"
     yield Metric("parity/logprob_max_abs", "nats", "parity", f"Largest {difference}.", "max")
     yield Metric("parity/logprob_mean_abs", "nats", "parity", f"Mean {difference}.")
@@ -305,8 +313,8 @@ def _system() -> Iterable[Metric]:
     for name, definition in (
         ("weights_packed_bytes", "Frozen base weights as stored, block and tensor scales included."),
         ("weights_cache_bytes", "Dequantised copies of base weights that are kept."),
-        ("adapter_bytes", "Adapter parameters and their gradients."),
-        ("optimizer_bytes", "Optimizer state and master weights."),
+        ("adapter_bytes", "Adapter parameters."),
+        ("optimizer_bytes", "Optimizer state, master weights and gradient buffers."),
         ("kv_cache_bytes", "Largest key-value cache of the step's rollout."),
     ):
         yield Metric(f"memory/{name}", "bytes", "memory_parts", definition, "max")

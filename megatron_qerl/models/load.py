@@ -34,6 +34,12 @@ class _Loader:
         self.folder, self.dtype, self.device, self.resident = folder, dtype, device, resident
         self.rank = parallel_state.get_tensor_model_parallel_rank()
         self.world = parallel_state.get_tensor_model_parallel_world_size()
+        self.used: set[str] = set()
+
+    def read(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
+        """Read a slice and remember that the tensor was used."""
+        self.used.add(name)
+        return self.folder.read(name, rows=rows, cols=cols)
 
     def _expect(self, name: str, shape: tuple[int, ...]) -> None:
         found = tuple(self.folder.shape(name))
@@ -45,7 +51,7 @@ class _Loader:
     def norm(self, rule: NormRule, block: int | None, module: Any) -> None:
         name = hf_name(rule.hf, block)
         self._expect(name, tuple(module.weight.shape))
-        module.weight.data.copy_(self.folder.read(name).float())
+        module.weight.data.copy_(self.read(name).float())
 
     def vocab(self, rule: VocabRule, module: Any, vocab_size: int) -> None:
         if module.weight is None:
@@ -53,7 +59,7 @@ class _Loader:
         local, hidden = module.weight.shape
         self._expect(rule.hf, (vocab_size, hidden))
         begin = self.rank * local
-        rows = self.folder.read(rule.hf, rows=slice(begin, min(begin + local, vocab_size)))
+        rows = self.read(rule.hf, rows=slice(begin, min(begin + local, vocab_size)))
         module.weight.data.zero_()
         module.weight.data[: rows.shape[0]].copy_(rows.to(self.dtype))
 
@@ -70,16 +76,19 @@ class _Loader:
         }
         cols = None if column else _shard(module.input_size, self.rank, self.world)
         if self.folder.is_nvfp4(next(iter(parts.values()))):
+            self.used.update(
+                n for n in self.folder.names() if n.rpartition(".")[0] in parts.values() and not n.endswith(".bias")
+            )
             packed = share_tensor_scale(
                 {path: self.folder.read_nvfp4(path, rows=slices[p], cols=cols) for p, path in parts.items()}
             )
             module.install(self._fuse_nvfp4(module, {p: packed[path] for p, path in parts.items()}))
         else:
-            dense = {p: self.folder.read(f"{path}.weight", rows=slices[p], cols=cols) for p, path in parts.items()}
+            dense = {p: self.read(f"{path}.weight", rows=slices[p], cols=cols) for p, path in parts.items()}
             fused = module.layout.fuse_rows({p: t.contiguous() for p, t in dense.items()})
             module.install(DenseFrozen(fused.to(self.device, self.dtype)))
         if module.bias is not None:
-            biases = {p: self.folder.read(f"{path}.bias", rows=slices[p]).contiguous() for p, path in parts.items()}
+            biases = {p: self.read(f"{path}.bias", rows=slices[p]).contiguous() for p, path in parts.items()}
             module.bias.data.copy_(module.layout.fuse_rows(biases).to(self.dtype))
 
     def _expect_linear(self, parts: dict[str, str], rows: dict[str, int], module: Linear, column: bool) -> None:
@@ -128,6 +137,21 @@ def load_base(model: PolicyModel, shape: ModelShape, folder: ModelFolder, *, res
             loader.vocab(rule, module, shape.vocab_size)
         else:
             loader.linear(rule, block, module)
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        _refuse_unused(folder, loader.used, tied=shape.tied)
+
+
+def _refuse_unused(folder: ModelFolder, used: set[str], *, tied: bool) -> None:
+    """A tensor that nobody read means that the config or the table describes another model."""
+    ignorable = (".input_scale", "rotary_emb.inv_freq", *(("lm_head.weight",) if tied else ()))
+    unused = [n for n in folder.names() if n not in used and not n.endswith(ignorable)]
+    if unused:
+        raise CheckpointError(
+            f"{unused[0]} in {folder.path}",
+            f"unused, with {len(unused) - 1} others",
+            "every tensor of the folder must have a place in the model that its config.json describes",
+            "use the config.json that belongs to these weights",
+        )
 
 
 def initialize_adapters(model: PolicyModel, shape: ModelShape) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.core import parallel_state
+
+from megatron_qerl.errors import FaultError
 from megatron_qerl.layers.lora import LoraAdapter
 from megatron_qerl.models.families import LinearRule, NormRule, Rule
 from megatron_qerl.models.policy import PolicyModel
@@ -35,6 +38,12 @@ def modules(model: PolicyModel, shape: ModelShape) -> Iterator[tuple[int | None,
         module = _resolve(model, rule.module, block)
         if module is not None:
             yield block, rule, module
+        elif parallel_state.get_pipeline_model_parallel_world_size() == 1:
+            raise FaultError(
+                f"module {rule.module} of block {block}",
+                "is in the family's table but not in the model",
+                "the model was not built from this config.json, or the table has a wrong name",
+            )
 
 
 def hf_name(template: str, block: int | None) -> str:

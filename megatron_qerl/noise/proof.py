@@ -68,6 +68,50 @@ def check_counts(touched: int, expected: int, state: NoiseState) -> None:
         )
 
 
+@dataclass(frozen=True)
+class EngineComparison:
+    """Engine against trainer on tokens that were drawn under noise.
+
+    Attributes:
+        max_abs, mean_abs: of |trainer under the noise - engine|, nats.
+        slope: share of the noise's effect that the engine's log-probabilities show; 1 for the recorded noise, 0
+            for none.
+        slope_error: standard error of the slope.
+    """
+
+    max_abs: float
+    mean_abs: float
+    slope: float
+    slope_error: float
+
+
+def compare_engine(rollout_T: Tensor, noisy_T: Tensor, clean_T: Tensor) -> EngineComparison:
+    """Regress (engine - clean trainer) on (noisy trainer - clean trainer), token by token.
+
+    Late in a schedule the noise moves a log-probability by less than BF16 arithmetic does, so no bound on single
+    differences can tell whether the engine had the noise. The slope can: rounding is not correlated with the effect.
+    """
+    effect, seen = (noisy_T - clean_T).double(), (rollout_T - clean_T).double()
+    power = effect.square().sum()
+    slope = float((effect * seen).sum() / power) if power > 0 else 0.0
+    residual = (seen - slope * effect).square().sum() / max(1, effect.numel() - 1)
+    error = float((residual / power).sqrt()) if power > 0 else float("inf")
+    difference = (noisy_T - rollout_T).abs()
+    return EngineComparison(float(difference.max()), float(difference.mean()), slope, error)
+
+
+def check_engine(comparison: EngineComparison, state: NoiseState) -> None:
+    """Raise NoiseProofError if the engine's tokens were, beyond doubt, not drawn under ``state``."""
+    low, high = (comparison.slope + sign * 4 * comparison.slope_error for sign in (-1, 1))
+    if (high < 1.0 and comparison.slope < 0.5) or low > 1.5:
+        raise NoiseProofError(
+            f"noise stage {state.stage}, sigma {state.sigma:g}",
+            f"the engine's log-probabilities show {comparison.slope:.2f} +- {comparison.slope_error:.2f} of its "
+            "effect, expected 1",
+            "the engine generated under another noise than the one that was recorded",
+        )
+
+
 def logprob_change(clean_T: Tensor, noisy_T: Tensor, state: NoiseState) -> tuple[float, float]:
     """(mean, max) of |noisy - clean| log-probability on the probe.
 

@@ -41,14 +41,21 @@ class NoiseRegistry:
         expected: (block, role) -> channels of every norm of the whole model.
         config: noise settings.
         seed: the run's seed.
+        complete: this rank holds every norm; False on a pipeline stage, whose counts are summed over the stages.
 
     Raises:
         ConfigError: a role that the model does not have.
-        NoiseProofError: a norm is not among those expected, or has other channels.
+        NoiseProofError: a norm is missing or has other channels.
     """
 
     def __init__(
-        self, norms: Mapping[NormKey, NoisyNorm], expected: Mapping[NormKey, int], config: NoiseSection, seed: int
+        self,
+        norms: Mapping[NormKey, NoisyNorm],
+        expected: Mapping[NormKey, int],
+        config: NoiseSection,
+        seed: int,
+        *,
+        complete: bool = True,
     ) -> None:
         known = {role for _, role in expected}
         for role in config.roles if config.enabled else ():
@@ -60,6 +67,13 @@ class NoiseRegistry:
         self.expected = {k: c for k, c in expected.items() if config.enabled and k[1] in config.roles}
         self.targets = {k: m for k, m in norms.items() if k in self.expected}
         self._all = dict(norms)
+        absent = sorted(set(self.expected) - set(self.targets))
+        if absent and complete:
+            raise NoiseProofError(
+                f"norm {absent[0]}",
+                f"is missing from the model, with {len(absent) - 1} others of the {len(self.expected)} expected",
+                "the model was not built from this config.json",
+            )
         for key, module in self.targets.items():
             if module.weight.numel() != self.expected[key]:
                 raise NoiseProofError(

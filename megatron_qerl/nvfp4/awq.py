@@ -34,7 +34,7 @@ from megatron_qerl.nvfp4.calibration import calibration_tokens
 from megatron_qerl.nvfp4.checkpoint import ModelFolder
 from megatron_qerl.nvfp4.layout import GROUPS, DecoderShape, LinearGroup, layer_prefix
 from megatron_qerl.nvfp4.manifest import CalibrationRecord
-from megatron_qerl.nvfp4.modelopt_edge import ScaleSearch, search_scales
+from megatron_qerl.nvfp4.modelopt_edge import ScaleSearch, search_scale
 
 FOLDING_FILE = "awq_folding.npz"
 
@@ -87,8 +87,7 @@ class AwqLayers:
     def fold(self, layer: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The layer's tensors with AWQ folded in. Linears come back as float32, all else in its own dtype."""
         sketches = self._activations.run(layer, tensors)
-        linears = {g.name: (_fused(tensors, g), sketches[g.name]) for g in self._groups}
-        searches = search_scales(linears)
+        searches = {g.name: search_scale(_fused(tensors, g), sketches[g.name]) for g in self._groups}
         wanted = {name: found.scale for name, found in searches.items() if found.loss < found.plain_loss}
         folded, factors = fold_layer(tensors, wanted)
         self.folds.append(LayerFold({name: f.cpu() for name, f in factors.items()}, searches))
@@ -123,6 +122,7 @@ def _range(factor: Tensor | None) -> dict[str, float] | None:
 
 
 def _fused(tensors: Mapping[str, Tensor], group: LinearGroup) -> Tensor:
+    """A new float32 tensor: the weights of a group, one below the other."""
     return torch.cat([tensors[f"{member}.weight"].float() for member in group.members])
 
 

@@ -285,6 +285,12 @@ class ModelFolder:
             rule = f"differs from the tokenizer that {MANIFEST_FILE} recorded ({recorded[:12]})"
             remedy = "Copy the tokenizer files of the source model"
             raise CheckpointError(f"{self.path}: tokenizer", self.tokenizer_hash()[:12], rule, remedy)
+        template = read_json(manifest).get("chat_template_sha256") if manifest.is_file() else None
+        if template is not None and template != self.chat_template_hash():
+            rule = f"differs from the template that {MANIFEST_FILE} recorded ({template[:12]})"
+            found = self.chat_template_hash()
+            remedy = "Copy the chat template of the source model"
+            raise CheckpointError(f"{self.path}: chat template", found and found[:12], rule, remedy)
         tokenizer_files.check_vocabulary(self.path, self.config)
 
     def _check_quantization(self) -> None:

@@ -125,7 +125,15 @@ def pack_layer(groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, PackedWe
             quantizer._amax = torch.full_like(quantizer._amax, _written_amax(amax), dtype=torch.float32)
         for member, quantizer in zip(members, quantizers, strict=True):
             packed[member] = _pack(members[member], quantizer)
+    _release(layer)
     return packed
+
+
+def _release(layer: nn.ModuleDict) -> None:
+    """Let go of the weights: ModelOpt's modules refer to themselves, so they live until the cycle collector runs."""
+    for module in layer.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data = torch.empty(0)
 
 
 def _written_amax(amax: float) -> float:
@@ -183,7 +191,7 @@ class ScaleSearch:
     plain_loss: float
 
 
-def search_scales(linears: Mapping[str, tuple[Tensor, ActivationSketch]]) -> dict[str, ScaleSearch]:
+def search_scale(weight: Tensor, sketch: ActivationSketch) -> ScaleSearch:
     """ModelOpt's ``awq_lite`` search on sketched activations.
 
     ModelOpt asks for the data twice: once to average magnitudes, once to measure output errors. The first pass gets
@@ -192,26 +200,21 @@ def search_scales(linears: Mapping[str, tuple[Tensor, ActivationSketch]]) -> dic
     a power of two, which is not what will be written.
 
     Args:
-        linears: name -> weight [N, K] float32 (a fused group is one weight) and what it reads.
+        weight: float32 [N, K]; a fused group is one weight. ModelOpt overwrites it, to spare a copy.
+        sketch: what the linear reads.
     """
     modelopt = _modelopt()
-    layer = nn.ModuleDict({name: _linear(weight.clone()) for name, (weight, _) in linears.items()})
-    passes = iter((lambda sketch: sketch.mean_magnitude.unsqueeze(0), lambda sketch: sketch.rows))
-
-    def feed(model: nn.Module) -> None:
-        choose = next(passes)
-        for name, (_, sketch) in linears.items():
-            model.get_submodule(name)(choose(sketch))
-
+    plain_loss = float((sketch.rows @ (weight - fake_quantize(weight)).T).square().mean())
+    layer = nn.ModuleDict({"linear": _linear(weight)})
+    passes = iter((sketch.mean_magnitude.unsqueeze(0), sketch.rows))
     with _quiet(), torch.no_grad():
-        modelopt.mtq.quantize(layer, _awq_config(modelopt), forward_loop=feed)
-    results = {}
-    for name, (weight, sketch) in linears.items():
-        found: Any = layer.get_submodule(name).awq_lite
-        plain_loss = float((sketch.rows @ (weight - fake_quantize(weight)).T).square().mean())
-        best = float(found.best_alpha)
-        results[name] = ScaleSearch(found.best_scale.detach().float(), best, float(found.loss[best]), plain_loss)
-    return results
+        modelopt.mtq.quantize(layer, _awq_config(modelopt), forward_loop=lambda model: model["linear"](next(passes)))
+    linear: Any = layer["linear"]
+    found = linear.awq_lite
+    alpha = float(found.best_alpha)
+    result = ScaleSearch(found.best_scale.detach().float(), alpha, float(found.loss[alpha]), plain_loss)
+    _release(layer)
+    return result
 
 
 def _awq_config(modelopt: Any) -> dict[str, Any]:

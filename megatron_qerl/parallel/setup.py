@@ -83,7 +83,15 @@ def initialize(layout: ParallelSection, device_setting: str, seed: int) -> Paral
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
             dist.init_process_group(backend)
-    if not parallel_state.is_initialized():
+    if parallel_state.is_initialized():
+        standing = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+        )
+        assert standing == (layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size), (
+            "an earlier use left groups of another layout; call shutdown first"
+        )
+    else:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor_model_parallel_size,
             pipeline_model_parallel_size=layout.pipeline_model_parallel_size,

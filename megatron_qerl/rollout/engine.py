@@ -35,7 +35,7 @@ class RolloutEngine(Protocol):
 
     @property
     def kv_cache_peak_bytes(self) -> int:
-        """Largest key-value cache since the engine started."""
+        """Largest key-value cache since the last ``publish``."""
         ...
 
     def publish(self, policy: PolicyVersion) -> PolicyVersion:

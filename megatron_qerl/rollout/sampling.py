@@ -24,8 +24,9 @@ BLOCK = 256
 def _inverse_distribution(probabilities_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """Index of the first token whose cumulated probability exceeds the uniform, in two levels.
 
-    Cumulating 10^5 numbers a row in FP64 costs more than the model's last layer. So whole blocks are summed first, the
-    block is found in FP64 among their sums, and only that block is cumulated. ``right=True`` steps over probability zero.
+    Cumulating 10^5 numbers a row in FP64 costs more than the model's last layer. So whole blocks are summed first,
+    the block is found in FP64 among their sums, and only that block is cumulated. ``right=True`` steps over
+    probability zero.
     """
     rows, vocab = probabilities_BV.shape
     blocks = torch.nn.functional.pad(probabilities_BV, (0, -vocab % BLOCK)).view(rows, -1, BLOCK)
@@ -55,8 +56,6 @@ def sample(logits_BV: Tensor, temperature: float, uniform_B: Tensor) -> tuple[Te
     """
     scaled = logits_BV / temperature if temperature > 0.0 else logits_BV
     logprobs_BV = torch.log_softmax(scaled, dim=-1)
-    if temperature == 0.0:
-        tokens = logits_BV.argmax(dim=-1)
-    else:
-        tokens = _inverse_distribution(logprobs_BV.exp(), uniform_B)
+    greedy = temperature == 0.0
+    tokens = logits_BV.argmax(dim=-1) if greedy else _inverse_distribution(logprobs_BV.exp(), uniform_B)
     return tokens, logprobs_BV.gather(1, tokens.unsqueeze(1)).squeeze(1)

@@ -40,10 +40,10 @@ class RunPosition:
         data_position: prompts drawn from the data order.
         stream: number of the next draw of a prompt; names its random stream.
         metrics_lines: lines of metrics.jsonl that belong to finished steps.
-        samples_lines: lines of samples.jsonl, likewise.
         wall_s: seconds by phase so far.
         tokens: counts so far.
-        config_hash: of the resolved config, so that a resume under other settings is refused.
+        config_hash: of the settings that decide the numbers, so that a resume under other ones is refused.
+        data_hash: of the rendered training and evaluation prompts, in order.
         base_hash: of the frozen base.
         adapter_hash: of the adapter tensors in this checkpoint.
         extra: results that the summary needs, such as the evaluation before training.
@@ -54,22 +54,35 @@ class RunPosition:
     data_position: int
     stream: int
     metrics_lines: int
-    samples_lines: int
     wall_s: dict[str, float]
     tokens: dict[str, int]
     config_hash: str
+    data_hash: str
     base_hash: str
     adapter_hash: str
     extra: dict[str, Any]
 
 
-def _views(optimizer: AdapterOptimizer) -> dict[str, Any]:
+def _views(optimizer: AdapterOptimizer, *, restoring: bool) -> dict[str, Any]:
     return {
         "adapter": lambda p: p.data,
         "master": optimizer.master,
-        "exp_avg": optimizer.moment("exp_avg"),
-        "exp_avg_sq": optimizer.moment("exp_avg_sq"),
+        "exp_avg": optimizer.moment("exp_avg", create=restoring),
+        "exp_avg_sq": optimizer.moment("exp_avg_sq", create=restoring),
     }
+
+
+def _read(folder: Path, name: str) -> dict[str, Tensor]:
+    """Tensors of one file of a checkpoint.
+
+    Raises:
+        CheckpointError: the file is missing or half there.
+    """
+    path = folder / f"{name}.safetensors"
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(str(path), type(error).__name__, "cannot be read", "use another checkpoint") from error
 
 
 def _write(folder: Path, files: dict[str, dict[str, Tensor]], position: RunPosition) -> None:
@@ -99,7 +112,7 @@ def save(
     final = root / f"step_{position.step:06d}"
     temporary = root / f".step_{position.step:06d}.tmp"
     # A collective: every rank takes part, rank 0 writes.
-    files = {name: collect(model, shape, view) for name, view in _views(optimizer).items()}
+    files = {name: collect(model, shape, view) for name, view in _views(optimizer, restoring=False).items()}
     if dist.get_rank() == 0:
         try:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -148,17 +161,25 @@ def find(run_dir: Path, name: str = "latest") -> Path:
 
 
 def read_position(folder: Path) -> RunPosition:
-    """The position stored in a checkpoint."""
-    return RunPosition(**json.loads((folder / "position.json").read_text()))
-
-
-def load_adapter(folder: Path, model: PolicyModel, shape: ModelShape) -> dict[str, Tensor]:
-    """Put only the adapter of a checkpoint into a model (evaluation, export); checks its hash.
+    """The position stored in a checkpoint.
 
     Raises:
-        CheckpointError: the tensors are not those that were saved, or do not fit.
+        CheckpointError: it cannot be read.
     """
-    tensors = load_file(folder / "adapter.safetensors")
+    path = folder / "position.json"
+    try:
+        return RunPosition(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(str(path), type(error).__name__, "cannot be read", "use another checkpoint") from error
+
+
+def adapter_tensors(folder: Path) -> dict[str, Tensor]:
+    """The adapter of a checkpoint, canonical tensors, checked against the hash that was saved with it.
+
+    Raises:
+        CheckpointError: the tensors are not those that were saved.
+    """
+    tensors = _read(folder, "adapter")
     position = read_position(folder)
     found = adapter_hash(tensors)
     if found != position.adapter_hash:
@@ -168,7 +189,6 @@ def load_adapter(folder: Path, model: PolicyModel, shape: ModelShape) -> dict[st
             f"its SHA-256 should be {position.adapter_hash[:12]}",
             "the file was changed after it was saved; use another checkpoint",
         )
-    restore(model, shape, tensors, folder)
     return tensors
 
 
@@ -182,10 +202,9 @@ def load(folder: Path, model: PolicyModel, shape: ModelShape, optimizer: Adapter
         if not (folder / f"{name}.safetensors").is_file():
             raise CheckpointError(f"{folder}", f"{name}.safetensors", "is missing", "use a complete checkpoint")
     position = read_position(folder)
-    load_adapter(folder, model, shape)
-    for name, view in _views(optimizer).items():
-        if name != "adapter":
-            restore(model, shape, load_file(folder / f"{name}.safetensors"), folder, view)
+    for name, view in _views(optimizer, restoring=True).items():
+        tensors = adapter_tensors(folder) if name == "adapter" else _read(folder, name)
+        restore(model, shape, tensors, folder, view)
     optimizer.set_updates(position.updates)
-    torch.set_rng_state(load_file(folder / "rng.safetensors")["cpu"])
+    torch.set_rng_state(_read(folder, "rng")["cpu"])
     return position

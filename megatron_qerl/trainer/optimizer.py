@@ -131,21 +131,24 @@ class AdapterOptimizer:
         """FP32 value that the optimizer updates."""
         return _master(parameter).data
 
-    def moment(self, name: str) -> Any:
-        """View of an Adam moment ("exp_avg" or "exp_avg_sq"), zeros before the first update."""
+    def moment(self, name: str, *, create: bool) -> Any:
+        """View of an Adam moment ("exp_avg" or "exp_avg_sq").
+
+        Args:
+            create: for restoring: make the state where there is none yet. Reading must not: an optimizer whose state is
+                there but incomplete skips its own initialisation and fails at the next update.
+        """
 
         def view(parameter: torch.nn.Parameter) -> Tensor:
-            state = self._inner_state(parameter)
-            if name not in state:
-                state[name] = torch.zeros_like(_master(parameter).data)
-            result: Tensor = state[name]
+            state = self._inner().state
+            master = _master(parameter)
+            if not create:
+                found: Tensor | None = state[master].get(name) if master in state else None
+                return torch.zeros_like(master.data) if found is None else found
+            result: Tensor = state[master].setdefault(name, torch.zeros_like(master.data))
             return result
 
         return view
-
-    def _inner_state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
-        state: dict[str, Any] = self._inner().state[_master(parameter)]
-        return state
 
     def _inner(self) -> torch.optim.Optimizer:
         chain = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
@@ -162,12 +165,7 @@ class AdapterOptimizer:
             if "step" in group:  # fused optimizers count a group
                 group["step"] = updates
         for _, parameter in self.parameters():
-            self._inner_state(parameter)["step"] = torch.tensor(float(updates))
-
-    def copy_masters_to_model(self) -> None:
-        """After masters were restored: round them into the model's parameters, as an update does."""
-        for _, parameter in self.parameters():
-            parameter.data.copy_(_master(parameter).data)
+            self._inner().state[_master(parameter)]["step"] = torch.tensor(float(updates))
 
     @property
     def state_bytes(self) -> int:

@@ -21,6 +21,7 @@ from megatron_qerl.algorithms.objective import RatioStatistics, aggregate, clipp
 from megatron_qerl.config.schema import AlgorithmSection, RunConfig
 from megatron_qerl.errors import NonFiniteError
 from megatron_qerl.models.policy import LogprobQuery, PolicyModel
+from megatron_qerl.noise.proof import EngineComparison, compare_engine
 from megatron_qerl.noise.registry import NoiseRegistry
 from megatron_qerl.parallel.cpu import megatron_calls
 from megatron_qerl.trainer.batch import (
@@ -133,11 +134,13 @@ class Trainer:
         """Log-probabilities of a few responses as one vector, for proofs; order is that of packing."""
         return torch.cat([lp for lp, _ in self.logprobs(self._microbatches(groups), noise)])
 
-    def measure_parity(self, groups: Sequence[TrainingGroup], noise: NoiseState, stats: StepStatistics) -> None:
-        """Recompute ``groups`` under the behaviour noise and compare with the engine's log-probabilities."""
+    def measure_engine(self, groups: Sequence[TrainingGroup], noise: NoiseState) -> EngineComparison:
+        """Score ``groups`` under the behaviour noise and without it, and compare with what the engine reported."""
         batches = self._microbatches(groups)
-        for batch, (logprobs, _) in zip(batches, self.logprobs(batches, noise), strict=True):
-            stats.add_parity(logprobs, batch.rollout_logprobs)
+        noisy = torch.cat([lp for lp, _ in self.logprobs(batches, noise)])
+        clean = torch.cat([lp for lp, _ in self.logprobs(batches, None)])
+        rollout = torch.cat([b.rollout_logprobs for b in batches])
+        return compare_engine(rollout, noisy, clean)
 
     def train_step(self, groups: Sequence[TrainingGroup], noise: NoiseState) -> StepStatistics:
         """All updates of one rollout.
@@ -225,7 +228,7 @@ class Trainer:
             raise NonFiniteError(
                 f"loss of update {self.optimizer.updates}",
                 f"is not finite in responses {bad[:8]} of the batch",
-                "nothing was updated; the run folder's samples.jsonl has their text",
+                "this mini-batch was not applied; non_finite.json in the run folder holds the responses",
             )
         stats.loss_sum += float(total.detach())
         stats.normaliser += count
@@ -241,5 +244,5 @@ class Trainer:
             raise NonFiniteError(
                 f"gradient of update {self.optimizer.updates}",
                 f"is not finite in {len(bad)} parameters, first {bad[0]} (loss {stats.loss_sum:g})",
-                "nothing was updated; lower optimizer.learning_rate or look at the samples of this step",
+                "this mini-batch was not applied; non_finite.json in the run folder holds the responses",
             )

@@ -83,6 +83,15 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], tuple[str, ...]]] = {
     "problem without an answer": (no_answer, ("none.jsonl:2", "answer")),
     "overlapping evaluation": (lambda f: [f"data.eval.path={f}/train.jsonl"], ("data.eval",)),
     "role the model lacks": (literal("noise.roles=[q_norm]"), ("noise.roles", "q_norm")),
+    "more layers in the files than in the config": (
+        lambda f: [f"model.path={edited(f, 'shallow', num_hidden_layers=1)}"],
+        ("model.layers.1.", "unused"),
+    ),
+    "longer than the model": (literal("model.max_sequence_length=4096"), ("max_position_embeddings", "256")),
+    "budget below one response": (literal("train.microbatch_tokens=8"), ("train.microbatch_tokens", "18")),
+    "noise that never acts": (literal("noise.stages=1"), ("noise", "never add noise")),
+    "sequence parallel alone": (literal("parallel.sequence_parallel=true"), ("parallel.sequence_parallel",)),
+    "run name that leaves the folder": (literal("run.name=../x"), ("run.name", "../x")),
     "engine not built": (literal("rollout.engine=vllm"), ("rollout.engine", "vllm")),
     "prompt too long": (literal("rollout.max_prompt_tokens=2"), ("max_prompt_tokens",)),
 }

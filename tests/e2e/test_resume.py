@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,4 +92,30 @@ def test_resume_under_another_config_is_refused(whole_and_killed: tuple[Path, Pa
     process = start(whole.parents[1] / "tiny.yaml", "run.name=whole", "--resume", "optimizer.learning_rate=0.5")
     _, errors = process.communicate(timeout=240)
     assert process.returncode == 2
-    assert "made with another config" in errors
+    assert "made with another config (optimizer.learning_rate: 0.01 -> 0.5)" in errors
+
+
+def test_resume_before_the_first_checkpoint_starts_over(whole_and_killed: tuple[Path, Path]) -> None:
+    whole, _ = whole_and_killed
+    early = whole.parent / "early"
+    shutil.copytree(whole, early)
+    shutil.rmtree(early / "checkpoints")
+    config = whole.parents[1] / "tiny.yaml"
+    (early / "config.yaml").write_text((whole / "config.yaml").read_text().replace("whole", "early"))
+    finish(start(config, "run.name=early", "--resume"))
+    assert steps(early) == steps(whole)
+    assert (early / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
+
+
+def test_resume_on_other_data_is_refused(whole_and_killed: tuple[Path, Path]) -> None:
+    whole, _ = whole_and_killed
+    data = whole.parents[1] / "train.jsonl"
+    original = data.read_text()
+    data.write_text("\n".join(original.splitlines()[:-3]))
+    try:
+        process = start(whole.parents[1] / "tiny.yaml", "run.name=whole", "--resume")
+        _, errors = process.communicate(timeout=240)
+    finally:
+        data.write_text(original)
+    assert process.returncode == 2
+    assert "another set of problems" in errors

@@ -79,7 +79,7 @@ def test_eval_and_export_of_a_finished_run(config: Path, capsys: pytest.CaptureF
     run = train(config, "finished", "checkpoint.interval_steps=1")
     assert main(["eval", "--run", str(run), "--mode", "greedy", "--noisy"]) == 0
     after = json.loads((run / "eval_after_greedy.json").read_text())
-    again = json.loads((run / "eval_step_000003_greedy.json").read_text())
+    again = json.loads((run / "eval_cli_step_000003_n12_greedy.json").read_text())
     assert again["problems"] == after["problems"]
     out = config.parent / "adapter"
     assert main(["export", "--run", str(run), "--output", str(out)]) == 0

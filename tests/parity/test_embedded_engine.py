@@ -52,11 +52,12 @@ def generate(
     params: SamplingParams | None = None,
     rows: int = 128,
     which: Sequence[int] | None = None,
+    stream: int = 0,
 ) -> list[list[Completion]]:
     engine = EmbeddedEngine(loaded.model, loaded.registry, rows)
     engine.publish(PolicyVersion("base", 2, "adapter", noise, 1.0, 1.0, 0))
     chosen = prompts() if which is None else [prompts()[i] for i in which]
-    return engine.generate([GenerationRequest(p, group_size, 0) for p in chosen], params or sampling())
+    return engine.generate([GenerationRequest(p, group_size, stream) for p in chosen], params or sampling())
 
 
 def trainer_logprobs(
@@ -109,6 +110,7 @@ def test_seed_stream_and_response_index_choose_the_draw(loaded: Loaded) -> None:
     first = generate(loaded)
     assert generate(loaded) == first
     assert generate(loaded, params=sampling(seed=4)) != first
+    assert generate(loaded, stream=1) != first
     assert len({c.token_ids for c in first[1]}) > 1
 
 
@@ -162,6 +164,15 @@ def test_bfloat16_parity_bound(tmp_path: Path) -> None:
     difference = (trainer_logprobs(result, groups, None, 1.0) - flat(groups)).abs()
     assert 0.0 < float(difference.mean()) <= 0.02
     assert float(difference.max()) <= 0.25
+
+
+def test_the_cache_peak_is_that_of_the_whole_batch(loaded: Loaded) -> None:
+    engine = EmbeddedEngine(loaded.model, loaded.registry, 128)
+    engine.publish(PolicyVersion("base", 0, "a", None, 1.0, 1.0, 0))
+    stops = tuple(range(0, 80, 2))
+    engine.generate([GenerationRequest(p, 4, 0) for p in prompts()], sampling(stops=stops))
+    heads, size, layers = loaded.shape.num_query_groups, loaded.shape.kv_channels, loaded.shape.num_blocks
+    assert engine.kv_cache_peak_bytes == 4 * len(LENGTHS) * (max(LENGTHS) + 12) * heads * size * layers * 2 * 4
 
 
 def test_an_unpublished_engine_refuses(loaded: Loaded) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from megatron_qerl.algorithms.likelihood import plan
 from megatron_qerl.config.schema import NoiseSection, RunConfig
-from megatron_qerl.errors import ConfigError, NonFiniteError
+from megatron_qerl.errors import ConfigError, NoiseProofError, NonFiniteError
 from megatron_qerl.models.adapter_state import collect
+from megatron_qerl.noise.proof import check_engine
+from megatron_qerl.trainer import checkpoint
 from megatron_qerl.trainer.batch import TrainingGroup, TrainingResponse, plan_microbatches
 from megatron_qerl.trainer.optimizer import AdapterOptimizer
 from megatron_qerl.trainer.step import StepStatistics, Trainer
@@ -33,8 +36,8 @@ def run_config(folder: Path, **changes: Any) -> RunConfig:
         "lora": {"rank": 4, "alpha": 8.0},
         "noise": {"sigma_start": 0.05, "sigma_end": 0.01, "stages": 3},
         "data": {"train": {"kind": "arithmetic"}, "eval": {"kind": "arithmetic", "split": "heldout"}},
-        "rollout": {"max_prompt_tokens": 32, "max_new_tokens": 32},
-        "algorithm": {"name": "dapo", "likelihood": "replay"},
+        "rollout": {"max_prompt_tokens": 10, "max_new_tokens": 10},
+        "algorithm": {"name": "grpo", "likelihood": "replay"},
         "optimizer": {"learning_rate": 1e-3},
         "train": {"steps": 10},
     }
@@ -158,13 +161,35 @@ def test_replay_is_on_policy_and_compares_with_the_engine(folder: Path) -> None:
     assert stats.updates[0].update_norm > 0
 
 
-def test_forgetting_to_replay_the_noise_would_be_seen(folder: Path) -> None:
-    loaded, trainer = make_trainer(folder)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sigma", [0.05, 5e-4])
+def test_the_engine_proof_tells_recorded_noise_from_none_at_any_sigma(folder: Path, dtype: str, sigma: float) -> None:
+    """Also where bfloat16 rounding is larger than the effect: the engine's numbers carry rounding of their own here."""
+    loaded, trainer = make_trainer(
+        folder, model__dtype=dtype, noise__sigma_start=sigma, noise__sigma_end=sigma, lora__rank=4
+    )
     noise = loaded.registry.state(5, 10)
-    groups = batch(loaded, trainer, noise)
-    stats = StepStatistics()
-    trainer.measure_parity(groups, loaded.registry.state(0, 10), stats)
-    assert stats.parity_max > 1e-2
+    rounding = 0.01 if dtype == "bfloat16" else 0.0
+    generator = torch.Generator().manual_seed(1)
+
+    def as_engine(scored: list[TrainingGroup]) -> list[TrainingGroup]:
+        def jittered(r: TrainingResponse) -> TrainingResponse:
+            noise_T = rounding * torch.randn(len(r.token_ids), generator=generator)
+            return replace(r, rollout_logprobs=tuple((torch.tensor(r.rollout_logprobs) + noise_T).tolist()))
+
+        return [TrainingGroup(g.prompt_ids, tuple(map(jittered, g.responses))) for g in scored]
+
+    right = trainer.measure_engine(as_engine(batch(loaded, trainer, noise)), noise)
+    wrong = trainer.measure_engine(as_engine(batch(loaded, trainer, loaded.registry.state(0, 10))), noise)
+    check_engine(right, noise)
+    if wrong.slope_error < 0.2:
+        with pytest.raises(NoiseProofError, match="of its effect"):
+            check_engine(wrong, noise)
+    else:
+        # Too few tokens to tell, and the error bar says so.
+        assert dtype == "bfloat16"
+        assert sigma == 5e-4
+    assert dtype == "bfloat16" or right.slope == pytest.approx(1.0, abs=1e-3)
 
 
 def test_clean_mode_reports_weights_and_effective_sample_size(folder: Path) -> None:
@@ -217,6 +242,17 @@ def test_a_non_finite_gradient_stops_before_the_update(folder: Path) -> None:
     assert all(torch.equal(before[n], t) for n, t in collect(loaded.model, loaded.shape).items())
 
 
+def test_saving_before_the_first_update_does_not_break_it(folder: Path, tmp_path: Path) -> None:
+    loaded, trainer = make_trainer(folder)
+    position = checkpoint.RunPosition(0, 0, 0, 0, 0, {}, {}, "", "", "", "", {})
+    noise = loaded.registry.state(0, 10)
+    groups = batch(loaded, trainer, noise)
+    checkpoint.save(tmp_path, position, loaded.model, loaded.shape, trainer.optimizer, 1)
+    assert len(trainer.train_step(groups, noise).updates) == 1
+    saved = load_file(tmp_path / "checkpoints/step_000000/exp_avg.safetensors")
+    assert all(not t.any() for t in saved.values())
+
+
 def test_bfloat16_updates_fp32_masters(folder: Path) -> None:
     loaded, trainer = make_trainer(folder, model__dtype="bfloat16", optimizer__learning_rate=1e-5)
     noise = loaded.registry.state(0, 10)
@@ -259,12 +295,6 @@ def test_microbatch_plan_keeps_every_response_once_within_the_budget() -> None:
     assert sorted(r.sequence for b in bins for p in b for r in p.responses) == list(range(40))
     with pytest.raises(ConfigError, match=r"train.microbatch_tokens"):
         plan_microbatches(groups, 12, share_prefix=True)
-
-
-def test_plan_of_each_mode_is_what_the_trainer_does() -> None:
-    assert plan("replay").replay_noise
-    assert not plan("clean").replay_noise
-    assert plan("uncorrected").biased
 
 
 def test_noise_section_default_is_paper_table_4() -> None:

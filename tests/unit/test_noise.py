@@ -14,7 +14,7 @@ import torch
 
 from megatron_qerl.config.schema import NoiseSection
 from megatron_qerl.errors import ConfigError, FaultError, NoiseProofError
-from megatron_qerl.noise.proof import check_counts, logprob_change, read_back
+from megatron_qerl.noise.proof import check_counts, check_engine, compare_engine, logprob_change, read_back
 from megatron_qerl.noise.registry import NoiseRegistry, NormKey
 from megatron_qerl.noise.schedule import sigma_of_stage, stage_of_step
 from megatron_qerl.noise.state import draw
@@ -186,6 +186,33 @@ def test_a_probe_that_does_not_move_stops_the_run() -> None:
     with pytest.raises(NoiseProofError, match="did not change a single log-probability"):
         logprob_change(torch.zeros(3), torch.zeros(3), state)
     assert logprob_change(torch.zeros(2), torch.tensor([0.1, -0.3]), state) == (pytest.approx(0.2), pytest.approx(0.3))
+
+
+def test_a_missing_norm_is_refused_when_the_registry_is_built() -> None:
+    modules = norms()
+    del modules[(1, "input")]
+    with pytest.raises(NoiseProofError, match=r"\(1, 'input'\)"):
+        NoiseRegistry(modules, dict.fromkeys(norms(), 32), NoiseSection(), 1)
+
+
+@pytest.mark.parametrize("changes", [{"stages": 1}, {"schedule": "constant", "sigma_start": 0.0}])
+def test_enabled_noise_that_would_never_act_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="would never add noise"):
+        NoiseSection.model_validate(changes)
+
+
+def test_engine_slope_is_one_with_the_noise_and_zero_without() -> None:
+    generator = torch.Generator().manual_seed(0)
+    clean = torch.randn(2000, generator=generator)
+    noisy = clean + 0.01 * torch.randn(2000, generator=generator)
+    rounding = 0.03 * torch.randn(2000, generator=generator)
+    state = registry().state(95, 100)
+    right, wrong = compare_engine(noisy + rounding, noisy, clean), compare_engine(clean + rounding, noisy, clean)
+    assert right.slope == pytest.approx(1.0, abs=4 * right.slope_error)
+    assert wrong.slope == pytest.approx(0.0, abs=4 * wrong.slope_error)
+    check_engine(right, state)
+    with pytest.raises(NoiseProofError, match="another noise than the one that was recorded"):
+        check_engine(wrong, state)
 
 
 def test_a_state_of_another_model_is_refused() -> None:

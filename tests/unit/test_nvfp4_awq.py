@@ -24,7 +24,7 @@ from megatron_qerl.nvfp4.checkpoint import ModelFolder
 from megatron_qerl.nvfp4.format import power_of_two_tensor_scale, quantize_blocks
 from megatron_qerl.nvfp4.layout import GROUPS, layer_prefix
 from megatron_qerl.nvfp4.manifest import read_manifest
-from megatron_qerl.nvfp4.modelopt_edge import fake_quantize, search_scales
+from megatron_qerl.nvfp4.modelopt_edge import ScaleSearch, fake_quantize, search_scale
 from megatron_qerl.nvfp4.quantize import quantize
 from megatron_qerl.nvfp4.sketch import ActivationSketch, SketchBuilder, token_signs
 from tests.unit.nvfp4_tiny_models import FAMILIES, HEADS, LAYERS, write_model
@@ -91,7 +91,7 @@ def test_the_search_on_a_sketch_judges_like_the_search_on_all_tokens() -> None:
     builder.add(x)
     sketch = builder.finish()
     all_tokens = ActivationSketch(x, x.abs().mean(dim=0))
-    found = search_scales({"sketch": (weight, sketch), "all": (weight, all_tokens)})
+    found = {name: search_scale(weight.clone(), read) for name, read in (("sketch", sketch), ("all", all_tokens))}
     ratios = {name: result.loss / result.plain_loss for name, result in found.items()}
     assert ratios["all"] < 0.8
     assert ratios["sketch"] == pytest.approx(ratios["all"], rel=0.1)
@@ -101,7 +101,7 @@ def test_the_search_on_a_sketch_judges_like_the_search_on_all_tokens() -> None:
 def test_the_reported_losses_are_real_output_errors() -> None:
     weight = torch.randn(32, 64, generator=generator(1)) * 0.05
     x = torch.randn(100, 64, generator=generator(2)) * torch.where(torch.arange(64) % 13 == 0, 15.0, 1.0)
-    found = search_scales({"it": (weight, ActivationSketch(x, x.abs().mean(dim=0)))})["it"]
+    found = search_scale(weight.clone(), ActivationSketch(x, x.abs().mean(dim=0)))
     scaled = fake_quantize(weight * found.scale) / found.scale
     assert found.loss == pytest.approx(float((x @ (weight - scaled).T).square().mean()), rel=1e-3)
     assert found.plain_loss == pytest.approx(float((x @ (weight - fake_quantize(weight)).T).square().mean()), rel=1e-3)
@@ -275,11 +275,11 @@ def test_the_same_seed_gives_the_same_bytes(folders: tuple[Any, Path], tmp_path:
 def test_a_search_that_gains_nothing_leaves_the_weights_alone(
     folders: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def hopeless(linears: Any) -> Any:
-        found = search_scales(linears)
-        return {name: dataclasses.replace(result, loss=result.plain_loss) for name, result in found.items()}
+    def hopeless(weight: Tensor, sketch: ActivationSketch) -> ScaleSearch:
+        found = search_scale(weight, sketch)
+        return dataclasses.replace(found, loss=found.plain_loss)
 
-    monkeypatch.setattr(awq_module, "search_scales", hopeless)
+    monkeypatch.setattr(awq_module, "search_scale", hopeless)
     _, path = folders
     quantize(QuantizeConfig(source=path / "source", output=tmp_path / "out", calibration=CALIBRATION, device="cpu"))
     assert ModelFolder.open(tmp_path / "out").tensors_hash() == ModelFolder.open(path / "max").tensors_hash()

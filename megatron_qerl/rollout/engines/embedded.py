@@ -55,6 +55,7 @@ class EmbeddedEngine:
     def publish(self, policy: PolicyVersion) -> PolicyVersion:
         """Every generate call builds its own cache, so nothing old survives; the weights are the trainer's."""
         self._policy = policy
+        self._kv_peak_bytes = 0
         return policy
 
     def close(self) -> None:
@@ -78,7 +79,7 @@ class EmbeddedEngine:
         return self._merge(requests, results)
 
     def _split(self, requests: Sequence[GenerationRequest]) -> list[list[tuple[GenerationRequest, range]]]:
-        """Batches of (request, response indices) of at most ``max_batch_size`` rows, long prompts together."""
+        """Batches of (request, response indices) of at most ``max_batch_size`` rows, in order."""
         pieces = [
             (request, range(begin, min(begin + self.max_batch_size, request.group_size)))
             for request in requests
@@ -132,6 +133,7 @@ class EmbeddedEngine:
         names = [(r.prompt.problem.uid, i, r.stream) for r, indices in part for i in indices]
         source = torch.tensor([n for n, (_, indices) in enumerate(part) for _ in indices], device=device)
         cache.select(source)
+        self._kv_peak_bytes = max(self._kv_peak_bytes, cache.nbytes)
         logits = logits[source]
         blocked = blocked[source]
         prompt_tokens = torch.tensor([len(r.prompt.token_ids) for r, i in part for _ in i], device=device)
@@ -167,7 +169,6 @@ class EmbeddedEngine:
                 inference_context=cache,
             )
             batch.next_position = batch.next_position + 1
-        self._kv_peak_bytes = max(self._kv_peak_bytes, cache.nbytes)
         return self._completions(part, tokens, logprobs, stopped, policy)
 
     @staticmethod
