@@ -354,6 +354,7 @@ class TrainingRun:
             model=str(self.config.model.path),
             accuracy_before=self._accuracy("before"),
             accuracy_after=self._accuracy("after"),
+            accuracy_mode=self.config.eval.modes[0],
             noise_modules_expected=expected,
             noise_modules_touched=touched,
             logprob_parity_max=extra["parity_max"],

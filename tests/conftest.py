@@ -10,6 +10,8 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tensors here are tiny: a second thread only waits, and much longer when the machine is busy.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 for _name in list(os.environ):
     if _name.startswith("SLURM_") or _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[_name]

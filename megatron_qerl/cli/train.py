@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     written = train(config, resume=args.resume)
     if is_first_process():
         print(f"run folder: {written}")
+        print(f"report: {written / 'report.html'}")
     return 0
 
 

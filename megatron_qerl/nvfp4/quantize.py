@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -175,9 +175,12 @@ def _device(wanted: str) -> torch.device:
 @contextlib.contextmanager
 def _finished_or_absent(output: Path) -> Iterator[Path]:
     """A temporary folder beside ``output``: renamed to it on success, removed on any failure."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.parent / f".{output.name}.partial-{os.getpid()}"
-    partial.mkdir()
+    partial = output.parent / f".{output.name}.partial-{uuid.uuid4().hex[:8]}"
+    try:
+        partial.mkdir(parents=True)
+    except (PermissionError, FileExistsError, NotADirectoryError) as error:
+        rule = f"cannot be created ({error.strerror})"
+        raise UserError("output", output, rule, "Choose a folder that you may write to") from error
     try:
         yield partial
         partial.replace(output)

@@ -57,7 +57,8 @@ class Summary(_Record):
     """What is true of the whole run.
 
     Attributes:
-        accuracy_before, accuracy_after: of the deployed (clean) policy on the evaluation problems.
+        accuracy_before, accuracy_after: of the deployed (clean) policy on the evaluation problems, decoded in
+            ``accuracy_mode``.
         noise_modules_expected, noise_modules_touched: the proof that the noise reached the norms.
         logprob_parity_max: largest |engine - trainer| log-probability of the run, in nats.
         wall_s: seconds by phase over the run, as ``PhaseClock.totals_s`` returns them.
@@ -78,6 +79,7 @@ class Summary(_Record):
     model: str | None = None
     accuracy_before: Accuracy | None = None
     accuracy_after: Accuracy | None = None
+    accuracy_mode: Literal["greedy", "sampled"] | None = None
     noise_modules_expected: Count | None = None
     noise_modules_touched: Count | None = None
     logprob_parity_max: Annotated[float, Field(ge=0.0)] | None = None

@@ -190,6 +190,12 @@ def test_an_output_with_content_is_refused_and_an_empty_one_is_filled(llama: Pat
     assert (output / "manifest.json").read_bytes() == before
 
 
+def test_an_output_below_a_file_is_refused(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be created"):
+        run(llama, tmp_path / "file" / "out")
+
+
 def test_a_quantised_source_is_refused(llama: Path, tmp_path: Path) -> None:
     run(llama, tmp_path / "once")
     with pytest.raises(CheckpointError, match="quantised already"):
