@@ -49,8 +49,10 @@ from megatron_qerl.trainer.step import StepStatistics, Trainer
 from megatron_qerl.types import Group, NoiseState, StepMetrics
 
 SAMPLES_PER_STEP = 4
-#: Largest |engine - trainer| log-probability that arithmetic alone explains; measured, see docs/verified.md.
-PARITY_BOUND = {"float32": 1e-4, "bfloat16": 0.25}
+#: Largest |engine - trainer| log-probability that arithmetic alone explains, and how much smaller the mean must be.
+#: Measured on the demo's model (benchmarks/parity_cpu.py): up to 5e-5 and 0.46 nats, means of 3e-6 and 0.025.
+PARITY_BOUND = {"float32": 1e-4, "bfloat16": 1.0}
+PARITY_MEAN_SHARE = 0.1
 
 
 def train(config: RunConfig, *, resume: bool) -> Path:
@@ -204,7 +206,7 @@ class TrainingRun:
             group = training_groups([replace(g, advantages=(0.0,) * len(g.responses)) for g in collected.generated[:1]])
             comparison = self.trainer.measure_engine(group, noise)
         check_engine(comparison, noise)
-        self._check_parity(comparison.max_abs)
+        self._check_parity(comparison.max_abs, comparison.mean_abs)
         return {
             "noise/engine_slope": comparison.slope,
             "parity/logprob_max_abs": comparison.max_abs,
@@ -222,7 +224,8 @@ class TrainingRun:
         except NonFiniteError:
             self._keep_evidence(collected)
             raise
-        self._check_parity(stats.parity_max)
+        if stats.parity_tokens:
+            self._check_parity(stats.parity_max, stats.parity_sum / stats.parity_tokens)
         return stats
 
     def _with_advantages(self, group: Group) -> Group:
@@ -240,12 +243,13 @@ class TrainingRun:
         ]  # fmt: skip
         (self.run_dir / "non_finite.json").write_text(json.dumps(responses, indent=1))
 
-    def _check_parity(self, largest: float) -> None:
+    def _check_parity(self, largest: float, mean: float) -> None:
         bound = self.config.rollout.parity_bound or PARITY_BOUND[self.config.model.dtype]
-        if largest > bound:
+        if largest > bound or mean > PARITY_MEAN_SHARE * bound:
             raise ParityError(
                 f"step {self.position.step + 1}",
-                f"engine and trainer differ by {largest:.3g} nats on a token, bound {bound:g}",
+                f"engine and trainer differ by {largest:.3g} nats on a token, bound {bound:g}, and by {mean:.3g} on "
+                f"average, bound {PARITY_MEAN_SHARE * bound:g}",
                 "the ratio's denominator would be wrong; see rollout.parity_bound and megatron-qerl doctor",
             )
 

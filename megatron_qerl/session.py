@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from megatron_qerl.config.availability import refuse_unbuilt
 from megatron_qerl.config.schema import RunConfig
 from megatron_qerl.errors import CheckpointError, ConfigError
 from megatron_qerl.models.adapter_state import adapter_hash, collect
@@ -18,6 +20,7 @@ from megatron_qerl.models.policy import PolicyModel
 from megatron_qerl.models.shape import ModelShape, read_shape
 from megatron_qerl.models.walk import expected_norms, norms
 from megatron_qerl.noise.registry import NoiseRegistry
+from megatron_qerl.nvfp4.awq import read_folding
 from megatron_qerl.nvfp4.checkpoint import MANIFEST_FILE, ModelFolder, read_json
 from megatron_qerl.nvfp4.manifest import verify_manifest
 from megatron_qerl.parallel import setup
@@ -86,7 +89,7 @@ class Session:
         adapter = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         return {
             "memory/weights_packed_bytes": float(sum(f.packed_bytes for f in frozen) + other),
-            "memory/weights_cache_bytes": float(sum(f.cache_bytes for f in frozen)),
+            "memory/weights_cache_bytes": float(sum(f.cache_bytes for f in frozen) + self.model.wide_head_bytes),
             "memory/adapter_bytes": float(adapter),
         }
 
@@ -112,7 +115,9 @@ def open_session(config: RunConfig) -> Session:
     )
     load_base(model, shape, folder, resident=config.model.weight_cache == "resident")
     initialize_adapters(model, shape)
-    registry = NoiseRegistry(norms(model, shape), expected_norms(shape), config.noise, config.run.seed)
+    registry = NoiseRegistry(
+        norms(model, shape), expected_norms(shape), config.noise, config.run.seed, folded=folded_norms(folder.path)
+    )
     return Session(
         config=config,
         parallel=context,
@@ -141,39 +146,35 @@ def _check_folder(folder: ModelFolder, config: RunConfig) -> None:
         verify_manifest(folder.path)
 
 
-def refuse_unbuilt(config: RunConfig) -> None:
-    """Settings that the schema knows and this version cannot honour; nothing is quietly ignored.
+_FOLDED_ROLES = {"qkv": "input", "gate_up": "post_attention"}
+
+
+def folded_norms(path: Path) -> dict[tuple[int, str], NDArray[np.float32]]:
+    """(block, role) -> what AWQ divided that norm's scale by; empty for a checkpoint without folding.
 
     Raises:
-        ConfigError: names the key and what to use.
+        CheckpointError: the manifest says that norms were folded, and the factors are missing or not the recorded ones.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size != 1:
-        raise ConfigError("WORLD_SIZE", world_size, "training on several ranks is not proved yet", "start one process")
-    if config.rollout.engine != "embedded":
-        raise ConfigError("rollout.engine", config.rollout.engine, "is not available in this version", "use embedded")
-    if config.model.attention == "transformer_engine":
-        raise ConfigError("model.attention", "transformer_engine", "is not available in this version", "use sdpa")
-    if config.noise.enabled and config.noise.scope != "rollout":
-        raise ConfigError("noise.scope", config.noise.scope, "is not available in this version", "use rollout")
-    if config.noise.enabled and config.noise.application != "replace":
-        raise ConfigError(
-            "noise.application", config.noise.application, "is not available in this version", "use replace"
-        )
-    layout = config.parallel
-    sizes = {
-        "tensor_model_parallel_size": layout.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
-        "context_parallel_size": layout.context_parallel_size,
-        "expert_model_parallel_size": layout.expert_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline_model_parallel_size or 1,
-        "expert_tensor_parallel_size": layout.expert_tensor_parallel_size or 1,
-    }
-    if layout.sequence_parallel:
-        raise ConfigError("parallel.sequence_parallel", True, "needs tensor parallelism, not proved yet", "use false")
-    for name, size in sizes.items():
-        if size != 1:
-            raise ConfigError(f"parallel.{name}", size, "training on several ranks is not proved yet", "use 1")
+    manifest = path / MANIFEST_FILE
+    record = (read_json(manifest).get("folding") if manifest.is_file() else None) or {}
+    factors = read_folding(path)
+    folded = {}
+    for layer, groups in record.get("layers", {}).items():
+        for group, entry in groups.items():
+            if group not in _FOLDED_ROLES or "norm_divided_by" not in entry:
+                continue
+            name, bounds = f"{layer}.{group}", entry["norm_divided_by"]
+            factor = factors.get(name)
+            found = None if factor is None else (float(factor.min()), float(factor.max()))
+            if factor is None or found != (bounds["smallest"], bounds["largest"]):
+                raise CheckpointError(
+                    f"folding factors of {name} in {path}",
+                    found,
+                    f"the manifest recorded {(bounds['smallest'], bounds['largest'])}; the noise would be wrong",
+                    "copy the whole folder again",
+                )
+            folded[(int(layer.rpartition(".")[2]), _FOLDED_ROLES[group])] = factor.float().numpy()
+    return folded
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:

@@ -4,7 +4,7 @@ Usable on its own: nothing here imports ``megatron_qerl``.
 """
 
 from te_extensions.dequantize import nvfp4_dequantize
-from te_extensions.linear import nvfp4_linear, nvfp4_materialize
+from te_extensions.linear import nvfp4_linear, nvfp4_materialize, rows_linear
 from te_extensions.logprob import HeadShard, head_logits, linear_logprob
 from te_extensions.norm import rms_norm_noise
 from te_extensions.weight import BLOCK_SIZE, NVFP4Weight
@@ -19,4 +19,5 @@ __all__ = [
     "nvfp4_linear",
     "nvfp4_materialize",
     "rms_norm_noise",
+    "rows_linear",
 ]

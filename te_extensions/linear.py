@@ -27,6 +27,14 @@ def _matrix_and_alpha(weight: NVFP4Weight, dtype: torch.dtype, dequantized: Tens
     return nvfp4_dequantize(weight, dtype, apply_tensor_scale=fold), alpha
 
 
+def rows_linear(x: Tensor, matrix: Tensor) -> Tensor:
+    """x W^T with the leading dimensions of ``x`` flattened to rows: [..., K] -> [..., N].
+
+    torch sends a [1, B, K] BF16 product to a batched kernel that is four times slower on a CPU than the plain one.
+    """
+    return torch.mm(x.reshape(-1, x.shape[-1]), matrix.t()).view(*x.shape[:-1], matrix.shape[0])
+
+
 def nvfp4_materialize(weight: NVFP4Weight, dtype: torch.dtype) -> Tensor:
     """The [N, K] matrix to pass as ``dequantized``: with the tensor scale only where folding it is exact."""
     return nvfp4_dequantize(weight, dtype, apply_tensor_scale=weight.power_of_two)
@@ -37,7 +45,7 @@ class _NVFP4Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: NVFP4Weight, dequantized: Tensor | None) -> Tensor:
         ctx.weight, ctx.dequantized = weight, dequantized
         matrix, alpha = _matrix_and_alpha(weight, x.dtype, dequantized)
-        y = torch.nn.functional.linear(x, matrix)
+        y = rows_linear(x, matrix)
         return y if alpha == 1.0 else y * alpha
 
     @staticmethod
@@ -73,5 +81,5 @@ def nvfp4_linear(x: Tensor, weight: NVFP4Weight, *, dequantized: Tensor | None =
         result: Tensor = _NVFP4Linear.apply(x, weight, dequantized)
         return result
     matrix, alpha = _matrix_and_alpha(weight, x.dtype, dequantized)
-    y = torch.nn.functional.linear(x, matrix)
+    y = rows_linear(x, matrix)
     return y if alpha == 1.0 else y * alpha

@@ -25,12 +25,15 @@ class HeadShard:
         vocab_start: index of the slice's first row in the whole vocabulary.
         vocab_size: real vocabulary size; rows past it are padding and get probability zero.
         group: tensor-parallel process group, or None on one rank.
+        wide: FP32 copy of ``weight`` for CPUs, where converting it at every decode step costs more than the product; or
+            None to convert each time.
     """
 
     weight: Tensor
     vocab_start: int
     vocab_size: int
     group: dist.ProcessGroup | None
+    wide: Tensor | None = None
 
 
 def head_logits(hidden: Tensor, head: HeadShard) -> Tensor:
@@ -43,7 +46,7 @@ def head_logits(hidden: Tensor, head: HeadShard) -> Tensor:
     elif hidden.is_cuda:
         logits = torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
     else:
-        logits = hidden.float() @ head.weight.t().float()
+        logits = hidden.float() @ (head.weight.float() if head.wide is None else head.wide).t()
     real = head.vocab_size - head.vocab_start
     if real < logits.shape[1]:
         logits[:, max(real, 0) :] = float("-inf")
@@ -75,16 +78,21 @@ class _LinearLogprob(torch.autograd.Function):
             part = slice(begin, min(begin + chunk, rows))
             logits = head_logits(hidden[part], head).div_(temperature)
             peak = _all_reduce(logits.amax(dim=1), head, dist.ReduceOp.MAX)
-            exp = torch.exp(logits - peak.unsqueeze(1))
-            # 0 * -inf is nan, so padding columns contribute an explicit zero.
-            weighted = torch.where(exp > 0, exp * logits, 0.0).sum(dim=1)
-            sums = _all_reduce(torch.stack((exp.sum(dim=1), weighted)), head)
-            lse[part] = peak + torch.log(sums[0])
+            # From here on logits are relative to the peak, in place: a chunk of them is the largest tensor there is.
+            logits.sub_(peak.unsqueeze(1))
             column, owned = _target_columns(targets[part], head)
             picked = logits.gather(1, column.unsqueeze(1)).squeeze(1)
             picked = _all_reduce(torch.where(owned, picked, 0.0), head)
-            logprobs[part] = picked - lse[part]
-            entropy[part] = lse[part] - sums[1] / sums[0]
+            exp = torch.exp(logits)
+            if bool(torch.isneginf(logits[:, -1]).any()):
+                # 0 * -inf is nan: the padding columns, which are last, must contribute zero.
+                logits.masked_fill_(exp == 0.0, 0.0)
+            weighted = torch.linalg.vecdot(exp, logits)
+            sums = _all_reduce(torch.stack((exp.sum(dim=1), weighted)), head)
+            log_sum = torch.log(sums[0])
+            lse[part] = peak + log_sum
+            logprobs[part] = picked - log_sum
+            entropy[part] = log_sum - sums[1] / sums[0]
         ctx.save_for_backward(hidden, targets, lse)
         ctx.head, ctx.temperature, ctx.chunk = head, temperature, chunk
         ctx.mark_non_differentiable(entropy)

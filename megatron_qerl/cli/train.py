@@ -40,12 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Validate, claim the run folder, train."""
+    from megatron_qerl.config.availability import refuse_unbuilt
     from megatron_qerl.config.loader import RESOLVED_CONFIG_FILENAME, resolved_yaml
     from megatron_qerl.config.schema import RunConfig
 
     config = config_from_args(args, RunConfig)
     run_dir = config.run.output_dir / config.run.name
     if args.dry_run:
+        refuse_unbuilt(config)
         if is_first_process():
             print(resolved_yaml(config), end="")
             print("\n".join(f"# {line}" for line in plan(config, resume=args.resume, overwrite=args.overwrite)))

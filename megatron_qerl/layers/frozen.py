@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_qerl.layers.kernels import NVFP4Weight, nvfp4_linear, nvfp4_materialize
+from megatron_qerl.layers.kernels import NVFP4Weight, nvfp4_linear, nvfp4_materialize, rows_linear
 
 
 class FrozenWeight(Protocol):
@@ -74,7 +74,7 @@ class _DenseFrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.frozen = weight  # type: ignore[attr-defined]
-        return torch.nn.functional.linear(x, weight)
+        return rows_linear(x, weight)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad_y: Tensor) -> tuple[Tensor, None]:
@@ -104,7 +104,7 @@ class DenseFrozen:
         if x.requires_grad and torch.is_grad_enabled():
             result: Tensor = _DenseFrozenLinear.apply(x, self.weight)
             return result
-        return torch.nn.functional.linear(x, self.weight)
+        return rows_linear(x, self.weight)
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         return self.weight.to(dtype)

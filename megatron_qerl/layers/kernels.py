@@ -12,6 +12,7 @@ from te_extensions import (
     nvfp4_linear,
     nvfp4_materialize,
     rms_norm_noise,
+    rows_linear,
 )
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "nvfp4_linear",
     "nvfp4_materialize",
     "rms_norm_noise",
+    "rows_linear",
 ]

@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor, nn
 
+from megatron_qerl.layers.kernels import rows_linear
 from megatron_qerl.layers.layout import FusedLayout
 from megatron_qerl.rng import Domain, name_word, stream, stream_key, uniform
 
@@ -104,7 +105,7 @@ class LoraAdapter(nn.Module):
         Column mode takes x as it enters the linear (split along the sequence under sequence parallelism) and returns
         [s_full, b, rows]; row mode returns it already reduced, split along the sequence under sequence parallelism.
         """
-        u = torch.nn.functional.linear(x, self.lora_A)
+        u = rows_linear(x, self.lora_A)
         if self.mode == "column":
             if self.sequence_parallel:
                 u = gather_from_sequence_parallel_region(u, group=self.group)
@@ -121,9 +122,7 @@ class LoraAdapter(nn.Module):
         slices = {n: u[..., i * rank : (i + 1) * rank] for i, n in enumerate(self.names)}
         matrices = dict(zip(self.names, self.lora_B.split(list(self.rows.values())), strict=True))
         outputs = [
-            torch.nn.functional.linear(slices[name], matrices[name])
-            if name in matrices
-            else u.new_zeros(*u.shape[:-1], rows)
+            rows_linear(slices[name], matrices[name]) if name in matrices else u.new_zeros(*u.shape[:-1], rows)
             for name, rows in self.layout.parts
         ]
         return self.layout.fuse_features(outputs)

@@ -137,6 +137,8 @@ def load_base(model: PolicyModel, shape: ModelShape, folder: ModelFolder, *, res
             loader.vocab(rule, module, shape.vocab_size)
         else:
             loader.linear(rule, block, module)
+    if resident and model.post_process:
+        model.widen_head()
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         _refuse_unused(folder, loader.used, tied=shape.tied)
 

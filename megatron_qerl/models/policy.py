@@ -50,6 +50,18 @@ class PolicyModel(HybridModel):  # type: ignore[misc]
         super().__init__(*args, position_embedding_type="none", **kwargs)
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
         self.real_vocab_size = real_vocab_size
+        self._wide_head: Tensor | None = None
+
+    def widen_head(self) -> None:
+        """Keep an FP32 copy of the frozen head beside a BF16 one, for CPUs; counted as cache."""
+        weight = self.head().weight
+        if weight.dtype != torch.float32 and not weight.is_cuda:
+            self._wide_head = weight.detach().float()
+
+    @property
+    def wide_head_bytes(self) -> int:
+        """Bytes of the copy that ``widen_head`` made."""
+        return 0 if self._wide_head is None else self._wide_head.numel() * 4
 
     def head(self) -> HeadShard:
         """This rank's slice of the output head."""
@@ -59,7 +71,7 @@ class PolicyModel(HybridModel):  # type: ignore[misc]
             else self.output_layer.weight
         )
         group = self.pg_collection.tp
-        return HeadShard(weight, group.rank() * weight.shape[0], self.real_vocab_size, group)
+        return HeadShard(weight, group.rank() * weight.shape[0], self.real_vocab_size, group, self._wide_head)
 
     def _rotary(self, position_ids: Tensor) -> Tensor:
         """Angles [S, B, 1, D] of position ids [B, S]."""

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron_qerl.errors import NoiseProofError
 from megatron_qerl.noise.registry import NoiseRegistry
-from megatron_qerl.noise.state import draw
 from megatron_qerl.types import NoiseState
 
 
@@ -26,7 +25,8 @@ class NoiseReadback:
     Attributes:
         touched: norms whose effective scale differs from the clean one as the state demands.
         expected: norms of this rank that should be touched.
-        sigma_effective: root mean square displacement of the effective scales, in the dtype that multiplies.
+        sigma_effective: root mean square displacement of the effective scales, in the dtype that multiplies and in
+            units of the scale before quantisation folded anything into it.
     """
 
     touched: int
@@ -46,11 +46,13 @@ def read_back(registry: NoiseRegistry, state: NoiseState) -> NoiseReadback:
         effective = clean if module.noise is None else clean + module.noise
         displacement = (effective - clean).double().cpu()
         # What the state demands, pushed through the same FP32 addition.
-        z = torch.from_numpy(draw(state, key[0], key[1], clean.numel())).to(clean.device)
+        z = registry.displacement(state, key).to(clean.device)
         wanted = ((clean + z) - clean).double().cpu()
         if torch.equal(displacement, wanted) and bool((displacement != 0).any()):
             touched += 1
-        squares += float(displacement.square().sum())
+        # In units of the scale before anything was folded into it, which is what sigma is stated in.
+        original = displacement * torch.from_numpy(registry.folded[key]) if key in registry.folded else displacement
+        squares += float(original.square().sum())
         channels += clean.numel()
     stray = [k for k, m in registry._all.items() if k not in registry.targets and m.noise is not None]
     if stray:

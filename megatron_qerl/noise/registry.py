@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_qerl.config.schema import NoiseSection
@@ -42,6 +44,9 @@ class NoiseRegistry:
         config: noise settings.
         seed: the run's seed.
         complete: this rank holds every norm; False on a pipeline stage, whose counts are summed over the stages.
+        folded: FP32 [channels] by which quantisation divided a norm's scale (AWQ). Noise belongs to the scale that the
+            model was trained with: u (w + z) W = u (w / s + z / s) (s W), so what is added here is z / s. Without
+            this a channel whose scale was divided by 10 would get noise ten times too strong.
 
     Raises:
         ConfigError: a role that the model does not have.
@@ -56,6 +61,7 @@ class NoiseRegistry:
         seed: int,
         *,
         complete: bool = True,
+        folded: Mapping[NormKey, NDArray[np.float32]] | None = None,
     ) -> None:
         known = {role for _, role in expected}
         for role in config.roles if config.enabled else ():
@@ -81,7 +87,8 @@ class NoiseRegistry:
                     f"has {module.weight.numel()} channels, the family's table says {self.expected[key]}",
                     "the model and its config.json do not belong together",
                 )
-        self.hash = modules_hash(self.expected)
+        self.folded = {k: np.asarray(f, dtype=np.float32) for k, f in (folded or {}).items() if k in self.expected}
+        self.hash = modules_hash(self.expected, self.folded)
 
     def state(self, step: int, total_steps: int) -> NoiseState:
         """The noise of one training step, by the schedule."""
@@ -113,9 +120,13 @@ class NoiseRegistry:
                 f"was recorded for modules {state.modules_hash[:12]}, this model has {self.hash[:12]}",
                 "replay it on the model and noise.roles that it was recorded with",
             )
-        for (block, role), module in self.targets.items():
-            z = torch.from_numpy(draw(state, block, role, self.expected[(block, role)]))
-            module.set_noise(z)
+        for key, module in self.targets.items():
+            module.set_noise(self.displacement(state, key))
+
+    def displacement(self, state: NoiseState, key: NormKey) -> Tensor:
+        """FP32 [channels]: what ``state`` adds to the scale of norm ``key`` as this checkpoint stores it."""
+        z = draw(state, key[0], key[1], self.expected[key])
+        return torch.from_numpy(z / self.folded[key] if key in self.folded else z)
 
     @contextmanager
     def applied(self, state: NoiseState | None) -> Iterator[None]:

@@ -20,10 +20,16 @@ from megatron_qerl.types import NoiseState
 _ROLE_CODE = {role: code for code, role in enumerate(NOISE_ROLES)}
 
 
-def modules_hash(channels: Mapping[tuple[int, str], int]) -> str:
-    """SHA-256 over the sorted (block, role, channels) of the modules that get noise."""
-    text = "\n".join(f"{block} {role} {size}" for (block, role), size in sorted(channels.items()))
-    return hashlib.sha256(text.encode()).hexdigest()
+def modules_hash(
+    channels: Mapping[tuple[int, str], int], folded: Mapping[tuple[int, str], NDArray[np.float32]] | None = None
+) -> str:
+    """SHA-256 over the sorted (block, role, channels) of the modules that get noise, and what was folded into them."""
+    digest = hashlib.sha256()
+    for (block, role), size in sorted(channels.items()):
+        digest.update(f"{block} {role} {size}\n".encode())
+        if folded and (block, role) in folded:
+            digest.update(folded[(block, role)].tobytes())
+    return digest.hexdigest()
 
 
 def draw(state: NoiseState, block: int, role: str, channels: int, slot: int = 0) -> NDArray[np.float32]:

@@ -30,7 +30,6 @@ from megatron_qerl.nvfp4.tensor_files import (
     INDEX_FILE,
     SINGLE_FILE,
     TensorSpec,
-    file_sha256,
     read_header,
     tensor_sha256,
 )
@@ -247,16 +246,20 @@ class ModelFolder:
 
     @cached_property
     def base_hash(self) -> str:
-        """What the weights are: SHA-256 of the manifest, or, without one, of all tensors (which reads them all)."""
+        """What the weights are: ``tensors_hash``, from the hashes that the manifest recorded if there is one.
+
+        Two quantisations of one model with the same result have the same hash. That the files hold what the manifest
+        says is ``manifest.verify_manifest``'s to check.
+        """
         manifest = self.path / MANIFEST_FILE
-        return file_sha256(manifest) if manifest.is_file() else self.tensors_hash()
+        if not manifest.is_file():
+            return self.tensors_hash()
+        recorded = read_json(manifest).get("tensors", {})
+        return _digest({name: str(entry["sha256"]) for name, entry in recorded.items()})
 
     def tensors_hash(self) -> str:
-        """SHA-256 over the sorted (name, SHA-256 of dtype, shape and bytes) of all tensors."""
-        digest = hashlib.sha256()
-        for name in self.names():
-            digest.update(f"{name} {self.tensor_hash(name)}\n".encode())
-        return digest.hexdigest()
+        """SHA-256 over the sorted (name, SHA-256 of dtype, shape and bytes) of all tensors; reads them all."""
+        return _digest({name: self.tensor_hash(name) for name in self.names()})
 
     def tensor_hash(self, name: str, tensor: Tensor | None = None) -> str:
         """SHA-256 of one tensor, remembered. Whoever holds the tensor already passes it to save a second reading."""
@@ -321,6 +324,13 @@ class ModelFolder:
         if declared.get("quant_method") == "compressed-tensors":
             return declared.get("format") == COMPRESSED_TENSORS_FORMAT
         return declared.get("quant_method") == "modelopt" and declared.get("quant_algo") in MODELOPT_ALGORITHMS
+
+
+def _digest(hashes: dict[str, str]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(hashes):
+        digest.update(f"{name} {hashes[name]}\n".encode())
+    return digest.hexdigest()
 
 
 def _shards(path: Path) -> dict[Path, set[str] | None]:

@@ -268,12 +268,17 @@ def test_base_hash_follows_the_weights_and_not_the_files(tmp_path: Path) -> None
     assert ModelFolder.open(tmp_path / "a").base_hash != first
 
 
-def test_base_hash_is_that_of_the_manifest_when_there_is_one(tmp_path: Path) -> None:
+def test_base_hash_with_a_manifest_is_that_of_the_recorded_tensors(tmp_path: Path) -> None:
     folder = modelopt_folder(tmp_path)
-    (folder / "manifest.json").write_text("{}")
-    first = ModelFolder.open(folder).base_hash
-    (folder / "manifest.json").write_text('{"changed": 1}')
-    assert ModelFolder.open(folder).base_hash != first
+    bare = ModelFolder.open(folder)
+    record = {"tensors": {n: {"sha256": bare.tensor_hash(n)} for n in bare.names()}, "created": "one day"}
+    (folder / "manifest.json").write_text(json.dumps(record))
+    assert ModelFolder.open(folder).base_hash == bare.base_hash
+    (folder / "manifest.json").write_text(json.dumps(record | {"created": "another day"}))
+    assert ModelFolder.open(folder).base_hash == bare.base_hash
+    record["tensors"][bare.names()[0]]["sha256"] = "0" * 64
+    (folder / "manifest.json").write_text(json.dumps(record))
+    assert ModelFolder.open(folder).base_hash != bare.base_hash
 
 
 def test_tokenizer_of_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
