@@ -95,9 +95,14 @@ def compare_engine(rollout_T: Tensor, noisy_T: Tensor, clean_T: Tensor) -> Engin
     """
     effect, seen = (noisy_T - clean_T).double(), (rollout_T - clean_T).double()
     power = effect.square().sum()
-    slope = float((effect * seen).sum() / power) if power > 0 else 0.0
-    residual = (seen - slope * effect).square().sum() / max(1, effect.numel() - 1)
-    error = float((residual / power).sqrt()) if power > 0 else float("inf")
+    slope, error = 0.0, float("inf")
+    if power > 0:
+        slope = float((effect * seen).sum() / power)
+        # HC3 (MacKinnon and White 1985): in a sharp policy one token can carry nearly all of the effect, and then its own
+        # rounding decides the slope. Weighing residuals by leverage makes the error bar say so.
+        leverage = effect.square() / power
+        residual = (seen - slope * effect) / (1.0 - leverage).clamp(min=1e-6)
+        error = float((effect.square() * residual.square()).sum().sqrt() / power)
     difference = (noisy_T - rollout_T).abs()
     return EngineComparison(float(difference.max()), float(difference.mean()), slope, error)
 

@@ -215,6 +215,36 @@ def test_engine_slope_is_one_with_the_noise_and_zero_without() -> None:
         check_engine(wrong, state)
 
 
+def test_one_token_that_carries_the_whole_effect_proves_nothing() -> None:
+    clean = torch.zeros(130)
+    noisy = torch.full((130,), 1e-4)
+    noisy[7] = 0.3
+    rollout = noisy + 0.003 * torch.randn(130, generator=torch.Generator().manual_seed(0))
+    rollout[7] = 0.5
+    comparison = compare_engine(rollout, noisy, clean)
+    assert comparison.slope > 1.5
+    assert comparison.slope_error > 1.0
+    check_engine(comparison, registry().state(95, 100))
+
+
+def test_folded_scales_get_divided_noise_and_sigma_is_stated_in_the_original_scale() -> None:
+    modules = norms()
+    factor = np.linspace(0.1, 4.0, 32, dtype=np.float32)
+    expected = dict.fromkeys(modules, 32)
+    r = NoiseRegistry(modules, expected, NoiseSection(), 1, folded={(1, "input"): factor, (3, "final"): factor})
+    plain = registry()
+    state = r.state(10, 100)
+    with r.applied(state):
+        assert torch.equal(modules[(1, "input")].noise, torch.from_numpy(draw(state, 1, "input", 32) / factor))  # type: ignore[arg-type]
+        assert torch.equal(modules[(2, "input")].noise, torch.from_numpy(draw(state, 2, "input", 32)))  # type: ignore[arg-type]
+        folded = read_back(r, state)
+    with plain.applied(plain.state(10, 100)):
+        unfolded = read_back(plain, plain.state(10, 100))
+    assert folded.touched == 6
+    assert folded.sigma_effective == pytest.approx(unfolded.sigma_effective, rel=1e-4)
+    assert r.hash != plain.hash
+
+
 def test_a_state_of_another_model_is_refused() -> None:
     r = registry()
     with pytest.raises(FaultError, match="was recorded for modules"):
