@@ -6,10 +6,11 @@ suggestion), and every combination that would train on wrong numbers without say
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from megatron_qerl.types import LikelihoodMode, NoiseScope
 
@@ -32,14 +33,19 @@ class Section(BaseModel):
 class RunSection(Section):
     """Where a run lives and what makes it repeatable."""
 
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="name of the run; its folder is output_dir/name"
-    )
+    name: str = Field(description="name of the run; its folder is output_dir/name")
     output_dir: Path = Field(default=Path("runs"), description="parent of the run folder")
     seed: Annotated[int, Field(ge=0, lt=1 << 40)] = Field(
         default=1, description="seeds sampling, noise, adapters and data order; below 2^40"
     )
     threads: NonNegativeInt = Field(default=0, description="CPU threads for torch; 0 leaves torch's choice")
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_a_folder(cls, name: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+            raise ValueError("must be letters, digits, '_', '.' or '-', and begin with a letter or digit")
+        return name
 
 
 class ModelSection(Section):

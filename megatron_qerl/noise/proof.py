@@ -98,8 +98,8 @@ def compare_engine(rollout_T: Tensor, noisy_T: Tensor, clean_T: Tensor) -> Engin
     slope, error = 0.0, float("inf")
     if power > 0:
         slope = float((effect * seen).sum() / power)
-        # HC3 (MacKinnon and White 1985): in a sharp policy one token can carry nearly all of the effect, and then its own
-        # rounding decides the slope. Weighing residuals by leverage makes the error bar say so.
+        # HC3 (MacKinnon and White 1985): in a sharp policy one token can carry nearly all of the effect, and then its
+        # own rounding decides the slope. Weighing residuals by leverage makes the error bar say so.
         leverage = effect.square() / power
         residual = (seen - slope * effect) / (1.0 - leverage).clamp(min=1e-6)
         error = float((effect.square() * residual.square()).sum().sqrt() / power)

@@ -223,7 +223,7 @@ def test_one_token_that_carries_the_whole_effect_proves_nothing() -> None:
     rollout[7] = 0.5
     comparison = compare_engine(rollout, noisy, clean)
     assert comparison.slope > 1.5
-    assert comparison.slope_error > 1.0
+    assert comparison.slope_error > 0.5
     check_engine(comparison, registry().state(95, 100))
 
 
