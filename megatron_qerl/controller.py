@@ -50,9 +50,11 @@ from megatron_qerl.types import Group, NoiseState, StepMetrics
 
 SAMPLES_PER_STEP = 4
 #: Largest |engine - trainer| log-probability that arithmetic alone explains, and how much smaller the mean must be.
-#: Measured on the demo's model (benchmarks/parity_cpu.py): up to 5e-5 and 0.46 nats, means of 3e-6 and 0.025.
-PARITY_BOUND = {"float32": 1e-4, "bfloat16": 1.0}
-PARITY_MEAN_SHARE = 0.1
+#: Seen in runs of the demo: up to 5e-5 nats in float32 and 0.63 in bfloat16, with means of 3e-6 and 0.025.
+PARITY_BOUND = {"float32": 1e-4, "bfloat16": 2.0}
+PARITY_MEAN_SHARE = 0.05
+#: Typical mean difference; a noise whose effect is not well above it cannot be told from rounding.
+ROUNDING = {"float32": 3e-6, "bfloat16": 0.025}
 
 
 def train(config: RunConfig, *, resume: bool) -> Path:
@@ -205,7 +207,7 @@ class TrainingRun:
         with self.clock.phase("noise"):
             group = training_groups([replace(g, advantages=(0.0,) * len(g.responses)) for g in collected.generated[:1]])
             comparison = self.trainer.measure_engine(group, noise)
-        check_engine(comparison, noise)
+        check_engine(comparison, noise, ROUNDING[self.config.model.dtype])
         self._check_parity(comparison.max_abs, comparison.mean_abs)
         return {
             "noise/engine_slope": comparison.slope,

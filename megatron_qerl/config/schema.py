@@ -175,8 +175,8 @@ class RolloutSection(Section):
     max_batch_size: PositiveInt = Field(default=128, description="rows decoded at once by the embedded engine")
     parity_bound: PositiveFloat | None = Field(
         default=None,
-        description="largest |engine - trainer| log-probability, a tenth of it on average; "
-        "null: 1e-4 in float32, 1 in bfloat16",
+        description="largest |engine - trainer| log-probability, a twentieth of it on average; "
+        "null: 1e-4 in float32, 2 in bfloat16",
     )
 
 
