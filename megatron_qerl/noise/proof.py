@@ -92,9 +92,9 @@ class EngineComparison:
 def compare_engine(rollout_T: Tensor, noisy_T: Tensor, clean_T: Tensor) -> EngineComparison:
     """Regress (engine - clean trainer) on (noisy trainer - clean trainer), token by token.
 
-    A bound on single differences must allow for rounding, and a noise whose effect is smaller passes under it. The slope
-    averages over tokens. It has a limit too: both sides hold the clean trainer's rounding, so where the effect is not
-    well above rounding the slope says nothing, and ``check_engine`` does not judge it.
+    A bound on single differences must allow for rounding, and a noise whose effect is smaller passes under it. The
+    slope averages over tokens. It has a limit too: both sides hold the clean trainer's rounding, so where the effect is
+    not well above rounding the slope says nothing, and ``check_engine`` does not judge it.
     """
     effect, seen = (noisy_T - clean_T).double(), (rollout_T - clean_T).double()
     power = effect.square().sum()
