@@ -7,7 +7,7 @@ noise state -> publish policy -> prove noise -> collect groups -> advantages -> 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -284,7 +284,7 @@ class TrainingRun:
                 values |= metric_values(record)
         append_samples(self.run_dir, book.sample_records(collected, step, SAMPLES_PER_STEP))
         policy = collected.generated[0].responses[0].completion.policy
-        info = {"adapter_hash": policy.adapter_hash, "noise": _noise_info(noise)}
+        info = {"adapter_hash": policy.adapter_hash, "noise": asdict(noise)}
         self.sinks.log(StepMetrics(step, values | self.clock.finish_step(), info))
 
     def save_when_due(self) -> None:
@@ -389,11 +389,3 @@ def _make_run_folder(run_dir: Path) -> None:
         raise FaultError(
             f"run folder {run_dir}", f"cannot be made ({error})", "choose another run.output_dir"
         ) from error
-
-
-def _noise_info(state: NoiseState) -> dict[str, Any]:
-    """The noise state as recorded with the step's metrics: enough to rebuild every vector."""
-    return {
-        "stage": state.stage, "sigma": state.sigma, "seed": state.seed, "step": state.step, "scope": state.scope,
-        "roles": list(state.roles), "modules_hash": state.modules_hash, "dtype": state.dtype,
-    }  # fmt: skip

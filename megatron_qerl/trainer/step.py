@@ -52,7 +52,6 @@ class StepStatistics:
     parity_max: float = 0.0
     parity_sum: float = 0.0
     parity_tokens: int = 0
-    packed_tokens: int = 0
     updates: list[UpdateReport] = field(default_factory=list)
 
     def add_parity(self, trainer_T: Tensor, rollout_T: Tensor) -> None:
@@ -235,7 +234,6 @@ class Trainer:
         stats.tokens += mask.numel()
         stats.entropy_sum += float(entropy.sum())
         stats.ratio += ratio_statistics(token_loss)
-        stats.packed_tokens += batch.tokens.total_tokens
         return total, count
 
     def _check_gradients(self, stats: StepStatistics) -> None:
