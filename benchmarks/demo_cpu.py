@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from benchmarks.environment import write
+from benchmarks.environment import RESULTS, write
 
 STEP_FIELDS = (
     "time/step_s", "time/rollout_s", "time/train_s", "groups/generated", "groups/kept", "tokens/completion",
@@ -31,7 +31,7 @@ def main(run: Path) -> None:
     kept = ("accuracy_before", "accuracy_after", "noise_modules_expected", "noise_modules_touched",
             "logprob_parity_max", "wall_s", "steps", "updates", "seed", "tokens", "hardware")  # fmt: skip
     write(
-        "demo_cpu",
+        RESULTS / "demo_cpu.json",
         {
             "summary": {k: summary[k] for k in kept},
             "evaluations": evaluations,

@@ -34,11 +34,9 @@ def environment() -> dict[str, Any]:
     }
 
 
-def write(name: str, data: dict[str, Any]) -> Path:
-    """Write ``results/{name}.json`` with the environment first, and print it."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def write(path: Path, data: dict[str, Any]) -> None:
+    """Write a JSON file with the environment first, and print it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"environment": environment(), **data}, indent=1) + "\n"
     path.write_text(text)
     print(text, end="")
-    return path

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.environment import write
+from benchmarks.environment import RESULTS, write
 from megatron_qerl.config.schema import LoraSection, ModelSection, NoiseSection, ParallelSection
 from megatron_qerl.layers.packing import pack
 from megatron_qerl.models.build import build_policy
@@ -108,7 +108,7 @@ if __name__ == "__main__":
     initialize(ParallelSection(), "auto", 1)
     torch.set_num_threads(1)
     write(
-        "parity_cpu",
+        RESULTS / "parity_cpu.json",
         {
             "engine": engine_rows(Path("models/smollm2-nvfp4")),
             "transformers": transformers_row(Path("models/smollm2-hf")),

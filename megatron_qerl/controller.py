@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from megatron_qerl import bookkeeping as book
-from megatron_qerl.algorithms.advantage import with_advantages
+from megatron_qerl.algorithms.advantage import with_advantages, with_zero_advantages
 from megatron_qerl.config.loader import RESOLVED_CONFIG_FILENAME, load_resolved_config, resolved_yaml
 from megatron_qerl.config.schema import RunConfig
 from megatron_qerl.data.dataset import load_dataset, require_disjoint
 from megatron_qerl.data.prompts import PromptRenderer
 from megatron_qerl.errors import CheckpointError, FaultError, NonFiniteError, ParityError
-from megatron_qerl.evaluation import evaluate, evaluation_prompts, metric_values
+from megatron_qerl.evaluation import accuracies, evaluate_modes, evaluation_prompts, metric_values
 from megatron_qerl.identity import data_hash, first_difference, settings_hash
 from megatron_qerl.metrics.memory import memory_values
 from megatron_qerl.metrics.phases import PhaseClock
@@ -35,7 +35,6 @@ from megatron_qerl.report.summary import (
     Summary,
     append_samples,
     discard_samples_after,
-    write_eval,
     write_summary,
 )
 from megatron_qerl.rewards.math import MathVerifier
@@ -159,7 +158,8 @@ class TrainingRun:
                     f"the checkpoint was made with another {name}",
                     "resume with the same one, or start a run under a new run.name",
                 )
-        return checkpoint.load(folder, self.session.model, self.session.shape, self.optimizer)
+        checkpoint.load(folder, stored, self.session.model, self.session.shape, self.optimizer)
+        return stored
 
     def _sinks(self, resume: bool) -> SinkGroup:
         discard_samples_after(self.run_dir, self.position.step)
@@ -205,7 +205,7 @@ class TrainingRun:
         if not noise.active:
             return {}
         with self.clock.phase("noise"):
-            group = training_groups([replace(g, advantages=(0.0,) * len(g.responses)) for g in collected.generated[:1]])
+            group = training_groups([with_zero_advantages(g) for g in collected.generated[:1]])
             comparison = self.trainer.measure_engine(group, noise)
         check_engine(comparison, noise, ROUNDING[self.config.model.dtype])
         self._check_parity(comparison.max_abs, comparison.mean_abs)
@@ -233,7 +233,7 @@ class TrainingRun:
     def _with_advantages(self, group: Group) -> Group:
         # Judged on the raw score: where all are equally right or wrong, shaping alone would teach length.
         if not group.mixed:
-            return replace(group, advantages=(0.0,) * len(group.responses))
+            return with_zero_advantages(group)
         return with_advantages(group, self.config.algorithm.advantage_epsilon)
 
     def _keep_evidence(self, collected: CollectedStep) -> None:
@@ -319,29 +319,21 @@ class TrainingRun:
         """Evaluate the clean policy in every configured mode, and the noisy one if asked for."""
         if noise is None and self.position.step > 0:
             noise = self.session.registry.state(self.position.step - 1, self.config.train.steps)
-        states: list[NoiseState | None] = [None]
-        if self.config.eval.noisy and noise is not None and noise.active:
-            states.append(noise)
-        records = []
+        noisy = self.config.eval.noisy and noise is not None and noise.active
         with self.clock.phase("eval"):
-            for mode in self.config.eval.modes:
-                for state in states:
-                    name = f"{label}_{'noisy_' if state else ''}{mode}"
-                    record = evaluate(
-                        self.session,
-                        self.engine,
-                        self.verifier,
-                        self.eval_prompts,
-                        label=name,
-                        step=self.position.step,
-                        updates=self.position.updates,
-                        mode=mode,
-                        noise=state,
-                    )
-                    write_eval(self.run_dir, record)
-                    assert record.accuracy is not None
-                    self.position.extra["evals"][name] = record.accuracy.model_dump()
-                    records.append(record)
+            records = evaluate_modes(
+                self.session,
+                self.engine,
+                self.verifier,
+                self.eval_prompts,
+                self.run_dir,
+                label=label,
+                step=self.position.step,
+                updates=self.position.updates,
+                modes=self.config.eval.modes,
+                noise=noise if noisy else None,
+            )
+        self.position.extra["evals"].update(accuracies(records))
         return records
 
     def _wall_s(self) -> dict[str, float]:

@@ -86,6 +86,49 @@ def evaluate(
     )
 
 
+def evaluate_modes(
+    session: Session,
+    engine: RolloutEngine,
+    verifier: Verifier,
+    prompts: Sequence[Prompt],
+    run_dir: Path,
+    *,
+    label: str,
+    step: int,
+    updates: int,
+    modes: Sequence[EvalMode],
+    noise: NoiseState | None,
+) -> list[EvalRecord]:
+    """Evaluate the clean policy in each mode, and the noisy one after it; writes one record each into ``run_dir``.
+
+    Args:
+        label: start of each record's name; ``noisy_`` and the mode are appended.
+        noise: None leaves the noisy policy out.
+    """
+    records = []
+    for mode in modes:
+        for state in (None,) if noise is None else (None, noise):
+            record = evaluate(
+                session,
+                engine,
+                verifier,
+                prompts,
+                label=f"{label}_{'noisy_' if state else ''}{mode}",
+                step=step,
+                updates=updates,
+                mode=mode,
+                noise=state,
+            )
+            write_eval(run_dir, record)
+            records.append(record)
+    return records
+
+
+def accuracies(records: Sequence[EvalRecord]) -> dict[str, dict[str, Any]]:
+    """Label -> accuracy with its interval, as plain values."""
+    return {r.label: r.accuracy.model_dump() for r in records if r.accuracy is not None}
+
+
 def metric_values(record: EvalRecord) -> dict[str, float]:
     """An evaluation as metrics."""
     assert record.accuracy is not None
@@ -104,7 +147,7 @@ def _check_identity(session: Session, position: RunPosition, folder: Path) -> No
         )
 
 
-def _noise_of(session: Session, position: RunPosition) -> list[NoiseState]:
+def _noise_of(session: Session, position: RunPosition) -> NoiseState:
     """The noise of the checkpoint's last step.
 
     Raises:
@@ -115,11 +158,11 @@ def _noise_of(session: Session, position: RunPosition) -> list[NoiseState]:
         raise UserError(
             "--noisy", f"step {position.step}", "no noise was in force at this checkpoint", "leave out --noisy"
         )
-    return [state]
+    return state
 
 
 def evaluate_run(
-    run_dir: Path, *, checkpoint: str, modes: tuple[str, ...], noisy: bool, problems: int | None
+    run_dir: Path, *, checkpoint: str, modes: Sequence[EvalMode], noisy: bool, problems: int | None
 ) -> dict[str, Any]:
     """``megatron-qerl eval``: evaluate a checkpoint of a finished or running run; writes one record a mode.
 
@@ -129,35 +172,29 @@ def evaluate_run(
     config = load_resolved_config(run_dir)
     folder = find(run_dir, checkpoint)
     position = read_position(folder)
-    result: dict[str, Any] = {"run": str(run_dir), "checkpoint": folder.name}
     try:
         session = open_session(config)
         _check_identity(session, position, folder)
-        restore(session.model, session.shape, adapter_tensors(folder), folder)
+        restore(session.model, session.shape, adapter_tensors(folder, position), folder)
         engine = session.engine()
         prompts = evaluation_prompts(session, problems if problems is not None else config.eval.problems)
         require_disjoint(load_dataset(config.data.train, config.run.seed), [p.problem for p in prompts])
-        states = [None, *_noise_of(session, position)] if noisy else [None]
+        noise = _noise_of(session, position) if noisy else None
         with MathVerifier(config.reward, config.reward.workers) as verifier:
             verifier.check_references(p.problem for p in prompts)
-            for mode in modes:
-                for noise in states:
-                    # Apart from the records that training wrote, which the report reads as they were.
-                    label = f"cli_{folder.name}_n{len(prompts)}_{'noisy_' if noise else ''}{mode}"
-                    record = evaluate(
-                        session,
-                        engine,
-                        verifier,
-                        prompts,
-                        label=label,
-                        step=position.step,
-                        updates=position.updates,
-                        mode="greedy" if mode == "greedy" else "sampled",
-                        noise=noise,
-                    )
-                    write_eval(run_dir, record)
-                    assert record.accuracy is not None
-                    result[label] = record.accuracy.model_dump()
+            records = evaluate_modes(
+                session,
+                engine,
+                verifier,
+                prompts,
+                run_dir,
+                # Apart from the records that training wrote, which the report reads as they were.
+                label=f"cli_{folder.name}_n{len(prompts)}",
+                step=position.step,
+                updates=position.updates,
+                modes=modes,
+                noise=noise,
+            )
     finally:
         setup.shutdown()
-    return result
+    return {"run": str(run_dir), "checkpoint": folder.name, **accuracies(records)}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_qerl.config.loader import load_resolved_config
 from megatron_qerl.models.export import write_adapter
-from megatron_qerl.trainer.checkpoint import adapter_tensors, find
+from megatron_qerl.trainer.checkpoint import adapter_tensors, find, read_position
 
 
 def export_adapter(run_dir: Path, output: Path, checkpoint: str) -> Path:
@@ -18,4 +18,5 @@ def export_adapter(run_dir: Path, output: Path, checkpoint: str) -> Path:
     """
     config = load_resolved_config(run_dir)
     folder = find(run_dir, checkpoint)
-    return write_adapter(adapter_tensors(folder), config.lora, config.model.path, output)
+    tensors = adapter_tensors(folder, read_position(folder))
+    return write_adapter(tensors, config.lora, config.model.path, output)

@@ -21,7 +21,7 @@ from megatron_qerl.models.shape import ModelShape, read_shape
 from megatron_qerl.models.walk import expected_norms, norms
 from megatron_qerl.noise.registry import NoiseRegistry
 from megatron_qerl.nvfp4.awq import read_folding
-from megatron_qerl.nvfp4.checkpoint import MANIFEST_FILE, ModelFolder, read_json
+from megatron_qerl.nvfp4.checkpoint import ModelFolder, read_json
 from megatron_qerl.nvfp4.manifest import verify_manifest
 from megatron_qerl.parallel import setup
 from megatron_qerl.rollout.engine import RolloutEngine
@@ -109,14 +109,19 @@ def open_session(config: RunConfig) -> Session:
     _check_folder(folder, config)
     context = setup.initialize(config.parallel, config.model.device, config.run.seed)
     tokenizer = load_tokenizer(folder.path)
-    recompute = config.train.recompute
     model = build_policy(
-        folder.config, config.model, config.parallel, config.lora, seed=config.run.seed, recompute=recompute
+        folder.config,
+        config.model,
+        config.parallel,
+        config.lora,
+        seed=config.run.seed,
+        recompute=config.train.recompute,
+        shares_prompts=config.train.share_prompt_prefix,
     )
     load_base(model, shape, folder, resident=config.model.weight_cache == "resident")
     initialize_adapters(model, shape)
     registry = NoiseRegistry(
-        norms(model, shape), expected_norms(shape), config.noise, config.run.seed, folded=folded_norms(folder.path)
+        norms(model, shape), expected_norms(shape), config.noise, config.run.seed, folded=folded_norms(folder)
     )
     return Session(
         config=config,
@@ -142,33 +147,33 @@ def _check_folder(folder: ModelFolder, config: RunConfig) -> None:
             f"exceeds the model's max_position_embeddings = {longest}",
             "lower it",
         )
-    if (folder.path / MANIFEST_FILE).is_file():
-        verify_manifest(folder.path)
+    if folder.manifest is not None:
+        verify_manifest(folder)
 
 
 _FOLDED_ROLES = {"qkv": "input", "gate_up": "post_attention"}
 
 
-def folded_norms(path: Path) -> dict[tuple[int, str], NDArray[np.float32]]:
+def folded_norms(folder: ModelFolder) -> dict[tuple[int, str], NDArray[np.float32]]:
     """(block, role) -> what AWQ divided that norm's scale by; empty for a checkpoint without folding.
 
     Raises:
         CheckpointError: the manifest says that norms were folded, and the factors are missing or not the recorded ones.
     """
-    manifest = path / MANIFEST_FILE
-    record = (read_json(manifest).get("folding") if manifest.is_file() else None) or {}
-    factors = read_folding(path)
+    record = (folder.manifest or {}).get("folding") or {}
+    factors = read_folding(folder.path)
     folded = {}
     for layer, groups in record.get("layers", {}).items():
         for group, entry in groups.items():
-            if group not in _FOLDED_ROLES or "norm_divided_by" not in entry:
+            bounds = entry.get("norm_divided_by")
+            if group not in _FOLDED_ROLES or bounds is None:  # None: the search found nothing better than no factor
                 continue
-            name, bounds = f"{layer}.{group}", entry["norm_divided_by"]
+            name = f"{layer}.{group}"
             factor = factors.get(name)
             found = None if factor is None else (float(factor.min()), float(factor.max()))
             if factor is None or found != (bounds["smallest"], bounds["largest"]):
                 raise CheckpointError(
-                    f"folding factors of {name} in {path}",
+                    f"folding factors of {name} in {folder.path}",
                     found,
                     f"the manifest recorded {(bounds['smallest'], bounds['largest'])}; the noise would be wrong",
                     "copy the whole folder again",

@@ -38,3 +38,8 @@ def group_advantages(rewards: Sequence[float], epsilon: float) -> tuple[float, .
 def with_advantages(group: Group, epsilon: float) -> Group:
     """The same group with one advantage a response, computed from the shaped rewards."""
     return replace(group, advantages=group_advantages(group.rewards, epsilon))
+
+
+def with_zero_advantages(group: Group) -> Group:
+    """The same group for what must not learn from it: scoring alone, or rewards without a signal."""
+    return replace(group, advantages=(0.0,) * len(group.responses))

@@ -35,7 +35,18 @@ def refuse_unbuilt(config: RunConfig) -> None:
         if name != "sequence_parallel"
     ]
     if config.model.attention == "transformer_engine":
-        checks.append(("model.attention", "transformer_engine", "sdpa", _NOT_HERE))
+        wants = "model.attention: transformer_engine "
+        checks += [
+            (
+                "train.share_prompt_prefix",
+                config.train.share_prompt_prefix,
+                False,
+                wants + "knows whole sequences and cannot share a prompt between responses",
+            ),
+            ("model.dtype", config.model.dtype, "bfloat16", wants + "has fused kernels for BF16 alone"),
+        ]
+        if config.model.device == "cpu":
+            checks.append(("model.device", "cpu", "cuda", wants + "computes on NVIDIA devices alone"))
     for key, value, only, rule in checks:
         if value != only:
             raise ConfigError(key, value, rule, f"use {str(only).lower()}")

@@ -8,7 +8,6 @@ converted is a value the user did not write.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -83,12 +82,6 @@ def load_resolved_config(run_dir: Path | str) -> RunConfig:
 def resolved_yaml(config: Section) -> str:
     """Every key with the value in force, as YAML that ``load_config`` reads back to an equal config."""
     return strict_yaml.dump(config.model_dump(mode="json"))
-
-
-def config_hash(config: Section) -> str:
-    """SHA-256 (hex) over all keys and values, defaults included; independent of the order in any file."""
-    canonical = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def parse_override(text: str, model: type[Section]) -> dict[str, Any]:

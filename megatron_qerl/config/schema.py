@@ -271,8 +271,13 @@ class TrainSection(Section):
     share_prompt_prefix: bool = Field(
         default=True, description="compute a prompt once for its whole group (needs sdpa attention)"
     )
-    recompute: Literal["none", "full"] = "none"
-    logprob_chunk_tokens: PositiveInt = Field(default=1024, description="rows of logits alive at a time")
+    recompute: Literal["none", "full", "full_offload"] = Field(
+        default="none",
+        description="recompute activations in backward; full_offload also keeps the layers' inputs in host memory",
+    )
+    logprob_chunk_tokens: PositiveInt | None = Field(
+        default=None, description="rows of logits alive at a time; null: what a sixteenth of the memory of all allows"
+    )
 
 
 class CheckpointSection(Section):

@@ -2,6 +2,10 @@
 
 It takes packed groups that share their prompt (``packing``), and a key-value cache that stores keys already rotated,
 head-major, so that a decode step touches only the new token. Both plug in through Megatron's module specs.
+
+On a GPU no mask of the whole pack is ever made. Each prompt, or each whole sequence where prompts are not shared, is
+one causal call, which flash attention takes; the responses of a group are one call with a mask [L, P + L], which the
+memory-efficient kernel takes. ``attention_te`` computes plain packs in one call for all sequences.
 """
 
 from __future__ import annotations
@@ -22,10 +26,17 @@ from megatron_qerl.layers.packing import PackedGroups, Segment
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """scaled_dot_product_attention, in FP32 on a CPU: its BF16 backward is four times slower there, and less exact."""
+    """scaled_dot_product_attention where its defaults are bad.
+
+    On a CPU in FP32: its BF16 backward is four times slower there, and less exact. On a GPU the kernel that takes a
+    mask or FP32 wants as many key heads as query heads; asked to share them, torch would write out all scores.
+    """
     if query.device.type == "cpu" and query.dtype == torch.bfloat16:
         wide = scaled_dot_product_attention(query.float(), key.float(), value.float(), **options)
         return wide.to(query.dtype)
+    shared = query.shape[1] // key.shape[1]
+    if query.is_cuda and shared > 1 and (options.get("attn_mask") is not None or query.dtype == torch.float32):
+        key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
     return scaled_dot_product_attention(query, key, value, **options)
 
 
@@ -73,9 +84,15 @@ class CachedSelfAttention(SelfAttention):  # type: ignore[misc]
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Any, AttnMaskType, None]:
-        if inference_context is None:
-            return query, key, value, rotary_pos_emb, self.attn_mask_type, None
         q_emb, k_emb = rotary_pos_emb
+        if inference_context is None:
+            # Angles come a token, packed or not, so rotating needs no sequence boundaries; Megatron's packed rotation
+            # would read them back from the device, a dozen times a layer.
+            query, key = (
+                apply_rotary_pos_emb(t, emb, config=self.config, cp_group=self.pg_collection.cp)
+                for t, emb in ((query, q_emb), (key, k_emb))
+            )
+            return query, key, value, (None, None), self.attn_mask_type, None
         key = apply_rotary_pos_emb(key, k_emb, config=self.config, cp_group=self.pg_collection.cp)
         key, value = inference_context.append(self.layer_number, key, value)
         return query, key, value, (q_emb, None), self.attn_mask_type, None
@@ -136,8 +153,10 @@ class SdpaCoreAttention(nn.Module):
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, params: PackedGroups) -> Tensor:
-        out = torch.empty_like(query)
         pieces = [self._segment(query, key, value, segment) for segment in params.segments]
+        if all(segment.gather is None for segment in params.segments):
+            return torch.cat([o for _, o in pieces]).reshape(query.shape[0], -1)  # whole sequences, already in order
+        out = torch.empty_like(query)
         rows = torch.cat([r for r, _ in pieces])
         out = torch.index_copy(out, 0, rows, torch.cat([o for _, o in pieces]))
         return out.reshape(query.shape[0], -1)

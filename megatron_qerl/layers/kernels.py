@@ -14,6 +14,8 @@ from te_extensions import (
     rms_norm_noise,
     rows_linear,
 )
+from te_extensions.linear import nvfp4_linear_update
+from te_extensions.ops import multiply_transposed as nvfp4_input_gradient
 
 __all__ = [
     "HeadShard",
@@ -21,7 +23,9 @@ __all__ = [
     "head_logits",
     "linear_logprob",
     "nvfp4_dequantize",
+    "nvfp4_input_gradient",
     "nvfp4_linear",
+    "nvfp4_linear_update",
     "nvfp4_materialize",
     "rms_norm_noise",
     "rows_linear",

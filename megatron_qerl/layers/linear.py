@@ -25,8 +25,12 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_qerl.layers.frozen import FrozenWeight
+from megatron_qerl.layers.kernels import rows_linear
 from megatron_qerl.layers.layout import FusedLayout
 from megatron_qerl.layers.lora import LoraAdapter, LoraSpec
+
+# Megatron's name of a row-parallel linear's place -> Hugging Face's name of the projection in it.
+ROW_PROJECTIONS = {"proj": "o_proj", "fc2": "down_proj"}
 
 
 def qkv_layout(config: TransformerConfig, tp_size: int) -> FusedLayout:
@@ -115,9 +119,8 @@ class FrozenColumnParallelLinear(ColumnParallelLinear, _FrozenBase):  # type: ig
             x = gather_from_sequence_parallel_region(input_, group=self.tp_group)
         else:
             x = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
-        y = self.frozen.multiply(x)
-        if self.adapter is not None:
-            y = y + self.adapter(input_)
+        update = None if self.adapter is None else (self.adapter.low_rank(input_), self.adapter.expansion())
+        y = self.frozen.multiply(x, update)
         if self.bias is not None and not self.skip_bias_add:
             y = y + self.bias
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
@@ -130,8 +133,9 @@ class FrozenRowParallelLinear(RowParallelLinear, _FrozenBase):  # type: ignore[m
     """Y = X W^T + b with W split along its columns, W frozen, plus the adapter.
 
     Args:
-        projection: Hugging Face name of the one projection it holds, "o_proj" or "down_proj".
         lora: adapter settings, or None for a bare frozen linear.
+        tp_comm_buffer_name: Megatron's name of the place, "proj" or "fc2"; it says which projection this is.
+        Others as in Megatron's ``RowParallelLinear``.
     """
 
     def __init__(
@@ -141,20 +145,28 @@ class FrozenRowParallelLinear(RowParallelLinear, _FrozenBase):  # type: ignore[m
         *,
         config: TransformerConfig,
         init_method: Callable[[Tensor], None],
-        projection: str,
         lora: LoraSpec | None = None,
+        tp_comm_buffer_name: str | None = None,
         **kwargs: Any,
     ) -> None:
         # Megatron's class has no switch for "no weight"; a meta tensor costs nothing and is dropped below.
         with torch.device("meta"):
-            super().__init__(input_size, output_size, config=_uninitialised(config), init_method=init_method, **kwargs)
+            super().__init__(
+                input_size,
+                output_size,
+                config=_uninitialised(config),
+                init_method=init_method,
+                tp_comm_buffer_name=tp_comm_buffer_name,
+                **kwargs,
+            )
         self.config = config
         del self.weight
         self.weight = None
         if self.bias is not None:
             bias = torch.zeros(output_size, dtype=config.params_dtype, device=torch.cuda.current_device())
             self.bias = torch.nn.Parameter(bias, requires_grad=False)
-        self.layout = FusedLayout(((projection, output_size),), groups=1)
+        assert tp_comm_buffer_name in ROW_PROJECTIONS, f"no row-parallel projection is called {tp_comm_buffer_name}"
+        self.layout = FusedLayout(((ROW_PROJECTIONS[tp_comm_buffer_name], output_size),), groups=1)
         self._frozen = None
         self.adapter = _adapter(self, lora, self.input_size_per_partition, "row")
 
@@ -165,13 +177,32 @@ class FrozenRowParallelLinear(RowParallelLinear, _FrozenBase):  # type: ignore[m
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """[s, b, K / tp] -> ([s, b, N], bias if ``skip_bias_add``)."""
         x = input_ if self.input_is_parallel else scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
-        partial = self.frozen.multiply(x)
+        if self.adapter is None:
+            return self.finish(self.frozen.multiply(x), None)
+        if self.tp_group.size() == 1:
+            y = self.frozen.multiply(x, (self.adapter.low_rank(x), self.adapter.expansion()))
+            return self.finish(y, None)
+        return self.finish(self.frozen.multiply(x), rows_linear(x, self.adapter.lora_A))
+
+    def finish(self, partial: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What follows the two products that read the input.
+
+        Args:
+            partial: W x on this rank, [s, b, N], to be summed over the ranks.
+            u: A x on this rank, [s, b, r], likewise; None if there is no adapter or ``partial`` holds its term.
+
+        Returns:
+            As ``forward``.
+        """
         if self.sequence_parallel:
             y = reduce_scatter_to_sequence_parallel_region(partial, group=self.tp_group)
         else:
             y = reduce_from_tensor_model_parallel_region(partial, group=self.tp_group)
-        if self.adapter is not None:
-            y = y + self.adapter(x)
+        if u is not None:
+            assert self.adapter is not None, "u is an adapter's"
+            u = self.adapter.reduced(u if self.adapter.spec.scale == 1.0 else u * self.adapter.spec.scale)
+            low = u.reshape(-1, u.shape[-1])
+            y = torch.addmm(y.reshape(-1, y.shape[-1]), low, self.adapter.expansion().t()).view(y.shape)
         if self.bias is not None and not self.skip_bias_add:
             y = y + self.bias
         return y, (self.bias if self.skip_bias_add else None)

@@ -2,6 +2,8 @@
 
 One adapter serves one fused linear. Each Hugging Face projection in it keeps its own A and B, as PEFT stores them: the
 A's are stacked into one [P r, K] matrix (one product reads the activations once), the B's into one [rows, r] matrix.
+The adapter does not add to y itself: it gives u = s A x and a B over all of the linear's rows, and the frozen product
+takes both in, so that y, which may be the largest tensor of a layer, is not written again.
 
 Tensor parallelism. In a column-parallel linear A is replicated and B holds this rank's rows, so the gradient of
 u = A x arrives in parts and ``copy_to``'s backward sums it. In a row-parallel linear A holds this rank's columns and B
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatron_qerl.layers.kernels import rows_linear
 from megatron_qerl.layers.layout import FusedLayout
@@ -99,30 +102,67 @@ class LoraAdapter(nn.Module):
         b = dict(zip(self.names, self.lora_B.split(list(self.rows.values())), strict=True))
         return {name: (a[name], b[name]) for name in self.names}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[s, b, K] -> the adapter's contribution, in the fused linear's row order.
+    def low_rank(self, x: Tensor) -> Tensor:
+        """u = s A x, [s, b, K] -> [s_full or s, b, P r], summed or gathered over the tensor-parallel ranks.
 
         Column mode takes x as it enters the linear (split along the sequence under sequence parallelism) and returns
-        [s_full, b, rows]; row mode returns it already reduced, split along the sequence under sequence parallelism.
+        all tokens; row mode takes all tokens and returns them split again under sequence parallelism.
         """
         u = rows_linear(x, self.lora_A)
+        return self.reduced(u if self.spec.scale == 1.0 else u * self.spec.scale)
+
+    def reduced(self, u: Tensor) -> Tensor:
+        """The communication between A and B, of this rank's u."""
         if self.mode == "column":
             if self.sequence_parallel:
-                u = gather_from_sequence_parallel_region(u, group=self.group)
-            else:
-                u = copy_to_tensor_model_parallel_region(u, group=self.group)
-        elif self.sequence_parallel:
-            u = reduce_scatter_to_sequence_parallel_region(u, group=self.group)
-        else:
-            u = reduce_from_tensor_model_parallel_region(u, group=self.group)
-        return self._expand(u * self.spec.scale)
+                return gather_from_sequence_parallel_region(u, group=self.group)
+            return copy_to_tensor_model_parallel_region(u, group=self.group)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(u, group=self.group)
+        return reduce_from_tensor_model_parallel_region(u, group=self.group)
 
-    def _expand(self, u: Tensor) -> Tensor:
-        rank = self.spec.rank
-        slices = {n: u[..., i * rank : (i + 1) * rank] for i, n in enumerate(self.names)}
-        matrices = dict(zip(self.names, self.lora_B.split(list(self.rows.values())), strict=True))
-        outputs = [
-            rows_linear(slices[name], matrices[name]) if name in matrices else u.new_zeros(*u.shape[:-1], rows)
-            for name, rows in self.layout.parts
-        ]
-        return self.layout.fuse_features(outputs)
+    def expansion(self) -> Tensor:
+        """The B's as one [N, P r] matrix over the fused linear's rows, so that u times it is the adapter's whole term.
+
+        Each projection's rows are zero outside its own r columns, and rows without an adapter are zero.
+        """
+        if len(self.layout.parts) == 1:
+            return self.lora_B
+        result: Tensor = _Expansion.apply(self.lora_B, self)
+        return result
+
+    def blocks(self, wide: Tensor) -> list[tuple[slice, Tensor]]:
+        """(rows of ``lora_B``, their place in the [N, P r] matrix as a [groups, rows / groups, r] view)."""
+        grouped = wide.view(self.layout.groups, -1, wide.shape[1])
+        rank, result = self.spec.rank, []
+        place = first = 0
+        for name, rows in self.layout.parts:
+            per_group = rows // self.layout.groups
+            if name in self.rows:
+                column = self.names.index(name) * rank
+                part = grouped[:, place : place + per_group, column : column + rank]
+                result.append((slice(first, first + rows), part))
+                first += rows
+            place += per_group
+        return result
+
+
+class _Expansion(torch.autograd.Function):
+    """``LoraAdapter.expansion`` by copies alone, which is less work than padding and concatenating."""
+
+    @staticmethod
+    def forward(ctx: Any, lora_b: Tensor, adapter: LoraAdapter) -> Tensor:
+        ctx.adapter = adapter
+        wide = lora_b.new_zeros(adapter.layout.rows, len(adapter.names) * adapter.spec.rank)
+        for rows, place in adapter.blocks(wide):
+            place.copy_(lora_b[rows].view(place.shape))
+        return wide
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        adapter: LoraAdapter = ctx.adapter
+        grad_b = grad.new_empty(sum(adapter.rows.values()), adapter.spec.rank)
+        for rows, place in adapter.blocks(grad.contiguous()):
+            grad_b[rows].view(place.shape).copy_(place)
+        return grad_b, None

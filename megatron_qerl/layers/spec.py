@@ -1,7 +1,7 @@
 """The module spec: which class sits where in Megatron's HybridModel.
 
 A dense transformer block is two hybrid layers, attention (``*``) and MLP (``-``). Nothing is patched into a live
-model; every class of ours arrives through this spec.
+model; every class of ours arrives through this spec, and this spec takes them from the ``provider``.
 """
 
 from __future__ import annotations
@@ -9,71 +9,100 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
 
-from megatron_qerl.layers.attention import CachedSelfAttention, SdpaCoreAttention
-from megatron_qerl.layers.linear import FrozenColumnParallelLinear, FrozenRowParallelLinear
-from megatron_qerl.layers.lora import LoraSpec
+from megatron_qerl.layers.attention import CachedSelfAttention
+from megatron_qerl.layers.mlp import FrozenMLP
 from megatron_qerl.layers.norm import NoiseRMSNorm
+from megatron_qerl.layers.offload import CheckpointOffload
+from megatron_qerl.layers.provider import FrozenNVFP4SpecProvider
 
 
 class NoiseNormStack(HybridStack):  # type: ignore[misc]
-    """HybridStack with our final norm: Megatron builds Transformer Engine's there, whatever the spec says."""
-
-    def __init__(self, config: TransformerConfig, *args: Any, post_layer_norm: bool = True, **kwargs: Any) -> None:
-        super().__init__(config, *args, post_layer_norm=False, **kwargs)
-        self.post_layer_norm = post_layer_norm
-        if self.post_process and post_layer_norm:
-            self.final_norm = NoiseRMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
-
-
-def frozen_stack_spec(lora: LoraSpec | None, *, qk_norm: bool) -> ModuleSpec:
-    """Spec of a dense decoder with frozen linears, LoRA and noise norms.
+    """HybridStack with our final norm, where Megatron builds Transformer Engine's whatever the spec says.
 
     Args:
-        lora: adapter settings; None builds a bare frozen model.
-        qk_norm: whether queries and keys are normalised a head (Qwen3).
+        offload_checkpoints: keep recomputation checkpoints in host memory (``offload``).
+        Others as in Megatron's HybridStack.
     """
-    column = partial(FrozenColumnParallelLinear, lora=lora)
-    row = partial(FrozenRowParallelLinear, lora=lora)
-    head_norm = NoiseRMSNorm if qk_norm else None
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        post_layer_norm: bool = True,
+        offload_checkpoints: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, *args, post_layer_norm=False, **kwargs)
+        if self.post_process and post_layer_norm:
+            self.final_norm = NoiseRMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
+        self.offload = CheckpointOffload() if offload_checkpoints else None
+
+    def forward(self, hidden_states: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        """As HybridStack's."""
+        entering = hidden_states if self.pre_process else self.input_tensor
+        if self.offload is None or entering is None or not (self.training and torch.is_grad_enabled()):
+            hidden = super().forward(hidden_states, *args, **kwargs)
+        else:
+            with self.offload.active(entering):
+                hidden = super().forward(hidden_states, *args, **kwargs)
+        # Outside: what the last norm saves is wanted at once.
+        return self.final_norm(hidden) if hasattr(self, "final_norm") else hidden
+
+
+def frozen_stack_spec(
+    provider: FrozenNVFP4SpecProvider, *, qk_norm: bool, offload_checkpoints: bool = False
+) -> ModuleSpec:
+    """Spec of a dense decoder of the provider's layers.
+
+    Args:
+        provider: which class sits where.
+        qk_norm: whether queries and keys are normalised a head (Qwen3).
+        offload_checkpoints: keep recomputation checkpoints in host memory.
+    """
+    norm = provider.layer_norm(rms_norm=True)
+    head_norm = provider.layer_norm(rms_norm=True, for_qk=True) if qk_norm else None
     attention = ModuleSpec(
         module=CachedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=column,
-            core_attention=SdpaCoreAttention,
-            linear_proj=partial(row, projection="o_proj"),
+            linear_qkv=provider.column_parallel_linear(),
+            core_attention=provider.core_attention(),
+            linear_proj=provider.row_parallel_linear(),
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
     )
     mlp = partial(
-        MLP.as_mlp_submodule,
-        submodules=MLPSubmodules(linear_fc1=column, linear_fc2=partial(row, projection="down_proj")),
+        FrozenMLP.as_mlp_submodule,
+        submodules=MLPSubmodules(
+            linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear()
+        ),
     )
     return ModuleSpec(
         module=NoiseNormStack,
+        params={"offload_checkpoints": offload_checkpoints},
         submodules=HybridStackSubmodules(
             attention_layer=ModuleSpec(
                 module=TransformerLayer,
                 submodules=TransformerLayerSubmodules(
-                    input_layernorm=NoiseRMSNorm, self_attention=attention, self_attn_bda=get_bias_dropout_add
+                    input_layernorm=norm, self_attention=attention, self_attn_bda=get_bias_dropout_add
                 ),
             ),
             mlp_layer=ModuleSpec(
                 module=MLPLayer,
-                submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=NoiseRMSNorm, mlp=mlp, mlp_bda=get_bias_dropout_add
-                ),
+                submodules=TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=mlp, mlp_bda=get_bias_dropout_add),
             ),
         ),
     )

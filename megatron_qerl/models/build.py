@@ -13,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_qerl.config.schema import LoraSection, ModelSection, ParallelSection
 from megatron_qerl.layers.lora import LoraSpec
+from megatron_qerl.layers.provider import FrozenNVFP4SpecProvider, choose_attention
 from megatron_qerl.layers.spec import frozen_stack_spec
 from megatron_qerl.models.policy import PolicyModel
 from megatron_qerl.models.shape import ModelShape, check_layout, read_shape, rotary_inverse_frequencies
@@ -26,8 +27,14 @@ def transformer_config(
     """Megatron's config of a dense decoder. One block is two hybrid layers, so ``num_layers`` is twice the blocks."""
     on_cpu = not torch.cuda.is_available()
     recomputation: dict[str, Any] = {}
-    if recompute == "full":
-        recomputation = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+    if recompute != "none":
+        # A checkpoint a block. Where checkpoints cost no device memory, one for attention and one for the MLP: then
+        # backward holds the activations of one of them at a time.
+        recomputation = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1 if recompute == "full_offload" else 2,
+        }
     return TransformerConfig(
         num_layers=2 * shape.num_blocks,
         hidden_size=shape.hidden_size,
@@ -90,6 +97,7 @@ def build_policy(
     *,
     seed: int,
     recompute: str = "none",
+    shares_prompts: bool = True,
 ) -> PolicyModel:
     """An unloaded model: adapters initialised, base absent, everything but the adapters frozen.
 
@@ -97,10 +105,13 @@ def build_policy(
         hf_config: contents of config.json.
         lora: adapter settings; None builds the bare base.
         seed: seeds the adapters.
+        recompute: "none", "full", or "full_offload", which keeps the checkpoints in host memory.
+        shares_prompts: whether training packs share a group's prompt; decides ``model.attention: auto``.
 
     Raises:
         CheckpointError: unknown family or feature.
-        ConfigError: the layout does not fit the model.
+        ConfigError: the layout does not fit the model, or the attention does not fit the packs.
+        BackendUnavailableError: the attention asked for cannot run on this machine.
     """
     path = Path(model.path)
     shape = read_shape(hf_config, path)
@@ -109,10 +120,12 @@ def build_policy(
     spec = None
     if lora is not None:
         spec = LoraSpec(rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=seed)
+    attention = choose_attention(model.attention, shares_prompts=shares_prompts, dtype=DTYPES[model.dtype])
+    provider = FrozenNVFP4SpecProvider(spec, attention=attention.name)
     virtual = layout.virtual_pipeline_model_parallel_size or 1
     policy = PolicyModel(
         config,
-        frozen_stack_spec(spec, qk_norm=shape.family.qk_norm),
+        frozen_stack_spec(provider, qk_norm=shape.family.qk_norm, offload_checkpoints=recompute == "full_offload"),
         vocab_size=padded_vocab(shape.vocab_size, layout.tensor_model_parallel_size),
         max_sequence_length=model.max_sequence_length,
         hybrid_layer_pattern=layer_pattern(shape.num_blocks, layout.pipeline_model_parallel_size, virtual),
@@ -122,6 +135,7 @@ def build_policy(
         inv_freq=rotary_inverse_frequencies(hf_config, path),
         real_vocab_size=shape.vocab_size,
     )
+    policy.attention = attention
     for name, parameter in policy.named_parameters():
         parameter.requires_grad_(".adapter." in name)
     return policy.to(torch.device(torch.cuda.current_device()))

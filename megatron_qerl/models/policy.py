@@ -28,13 +28,13 @@ class LogprobQuery:
         rows: int64 [n], rows of the pack whose hidden states predict the targets.
         targets: int64 [n], tokens to score.
         temperature: of the sampling distribution.
-        chunk_rows: rows of logits alive at a time.
+        chunk_rows: rows of logits alive at a time, or None to let the memory decide.
     """
 
     rows: Tensor
     targets: Tensor
     temperature: float
-    chunk_rows: int
+    chunk_rows: int | None
 
 
 class PolicyModel(HybridModel):  # type: ignore[misc]

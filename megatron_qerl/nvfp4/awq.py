@@ -12,8 +12,8 @@ The factors come from ModelOpt's awq_lite search on the original weights. A grou
 nothing better than plain quantisation. Folding must not change the function: a folded norm scale is stored in the
 checkpoint's own dtype, so it rounds, and the weight is scaled by the ratio that the *stored* norm scale implies.
 
-Noise on the norms is added to the folded scale. Next to a folded channel g / s the same noise is relatively s times
-as strong, so the manifest records the folding factors of each norm; their geometric mean is kept near 1.
+Noise added to a folded scale g / s would act s times as strongly as on the original g. The factors are therefore stored
+beside the weights, the manifest records their range, and the trainer divides its noise by them (``noise/registry.py``).
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _divide_stored(values: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def write_folding(folder: Path, folds: list[LayerFold]) -> None:
-    """Write all factors beside the weights, as ``model.layers.<i>.<group>`` -> float32 [K]; for verification only."""
+    """Write all factors beside the weights, as ``model.layers.<i>.<group>`` -> float32 [K]."""
     arrays: dict[str, Any] = {
         f"{layer_prefix(layer)}{name}": factor.numpy()
         for layer, fold in enumerate(folds)

@@ -245,16 +245,21 @@ class ModelFolder:
     # -- identity ---------------------------------------------------------------------------------------------------
 
     @cached_property
+    def manifest(self) -> dict[str, Any] | None:
+        """What manifest.json records, as it stands; None where there is none (``manifest.read_manifest`` checks it)."""
+        path = self.path / MANIFEST_FILE
+        return read_json(path) if path.is_file() else None
+
+    @cached_property
     def base_hash(self) -> str:
         """What the weights are: ``tensors_hash``, from the hashes that the manifest recorded if there is one.
 
         Two quantisations of one model with the same result have the same hash. That the files hold what the manifest
         says is ``manifest.verify_manifest``'s to check.
         """
-        manifest = self.path / MANIFEST_FILE
-        if not manifest.is_file():
+        if self.manifest is None:
             return self.tensors_hash()
-        recorded = read_json(manifest).get("tensors", {})
+        recorded = self.manifest.get("tensors", {})
         return _digest({name: str(entry["sha256"]) for name, entry in recorded.items()})
 
     def tensors_hash(self) -> str:
@@ -267,10 +272,12 @@ class ModelFolder:
             self._sha256[name] = tensor_sha256(self.read(name) if tensor is None else tensor)
         return self._sha256[name]
 
+    @cached_property
     def tokenizer_hash(self) -> str:
         """SHA-256 over the tokenizer's files."""
         return tokenizer_files.tokenizer_hash(self.path)
 
+    @cached_property
     def chat_template_hash(self) -> str | None:
         """SHA-256 of the chat template's text; None when the folder has none."""
         return tokenizer_files.chat_template_hash(self.path)
@@ -282,16 +289,15 @@ class ModelFolder:
             CheckpointError: the files differ from what the manifest recorded, or tokenizer.json has token ids that
                 the model's vocabulary lacks.
         """
-        manifest = self.path / MANIFEST_FILE
-        recorded = read_json(manifest).get("tokenizer_sha256") if manifest.is_file() else None
-        if recorded is not None and recorded != self.tokenizer_hash():
-            rule = f"differs from the tokenizer that {MANIFEST_FILE} recorded ({recorded[:12]})"
+        recorded = self.manifest or {}
+        tokenizer, template = recorded.get("tokenizer_sha256"), recorded.get("chat_template_sha256")
+        if tokenizer is not None and tokenizer != self.tokenizer_hash:
+            rule = f"differs from the tokenizer that {MANIFEST_FILE} recorded ({tokenizer[:12]})"
             remedy = "Copy the tokenizer files of the source model"
-            raise CheckpointError(f"{self.path}: tokenizer", self.tokenizer_hash()[:12], rule, remedy)
-        template = read_json(manifest).get("chat_template_sha256") if manifest.is_file() else None
-        if template is not None and template != self.chat_template_hash():
+            raise CheckpointError(f"{self.path}: tokenizer", self.tokenizer_hash[:12], rule, remedy)
+        if template is not None and template != self.chat_template_hash:
             rule = f"differs from the template that {MANIFEST_FILE} recorded ({template[:12]})"
-            found = self.chat_template_hash()
+            found = self.chat_template_hash
             remedy = "Copy the chat template of the source model"
             raise CheckpointError(f"{self.path}: chat template", found and found[:12], rule, remedy)
         tokenizer_files.check_vocabulary(self.path, self.config)

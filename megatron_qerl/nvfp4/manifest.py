@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_qerl.errors import CheckpointError
-from megatron_qerl.nvfp4.checkpoint import MANIFEST_FILE, ModelFolder, read_json
+from megatron_qerl.nvfp4.checkpoint import MANIFEST_FILE, ModelFolder
 from megatron_qerl.nvfp4.tensor_files import DTYPES, file_sha256
 
 FORMAT = "megatron-qerl nvfp4"
@@ -76,8 +76,8 @@ def write_manifest(
         "format_version": FORMAT_VERSION,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "source": source_record(source),
-        "tokenizer_sha256": written.tokenizer_hash(),
-        "chat_template_sha256": written.chat_template_hash(),
+        "tokenizer_sha256": written.tokenizer_hash,
+        "chat_template_sha256": written.chat_template_hash,
         "versions": {package: _version(package) for package in _PACKAGES},
         "quantization": {
             "algorithm": "W4A16_NVFP4",
@@ -101,17 +101,19 @@ def tensor_record(folder: ModelFolder, name: str, sha256: str) -> dict[str, Any]
     return {"dtype": written, "shape": list(spec.shape), "sha256": sha256}
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: ModelFolder) -> dict[str, Any]:
     """The manifest of a folder.
 
     Raises:
         CheckpointError: it is missing, or not one that this version reads.
     """
-    manifest = read_json(folder / MANIFEST_FILE)
+    manifest, path = folder.manifest, folder.path / MANIFEST_FILE
+    if manifest is None:
+        raise CheckpointError(str(path), "missing", "a quantised folder must have it", "Copy the folder again")
     found = (manifest.get("format"), manifest.get("format_version"))
     if found != (FORMAT, FORMAT_VERSION):
-        where = f"{folder / MANIFEST_FILE}: format"
-        raise CheckpointError(where, found, f"must be {(FORMAT, FORMAT_VERSION)}", "Quantise the source model again")
+        rule = f"must be {(FORMAT, FORMAT_VERSION)}"
+        raise CheckpointError(f"{path}: format", found, rule, "Quantise the source model again")
     return manifest
 
 
@@ -120,7 +122,7 @@ def manifest_problems(folder: ModelFolder, *, progress: Callable[[int, int], Non
 
     Reads every tensor. The tokenizer and the chat template are compared too.
     """
-    manifest = read_manifest(folder.path)
+    manifest = read_manifest(folder)
     recorded, present = manifest["tensors"], set(folder.names())
     problems = [f"{name}: recorded, but missing from the files" for name in sorted(recorded.keys() - present)]
     problems += [f"{name}: in the files, but not recorded" for name in sorted(present - recorded.keys())]
@@ -132,24 +134,24 @@ def manifest_problems(folder: ModelFolder, *, progress: Callable[[int, int], Non
             )
         if progress is not None:
             progress(count, len(common))
-    if folder.tokenizer_hash() != manifest["tokenizer_sha256"]:
+    if folder.tokenizer_hash != manifest["tokenizer_sha256"]:
         problems.append("tokenizer files differ from the recorded ones")
-    if folder.chat_template_hash() != manifest["chat_template_sha256"]:
+    if folder.chat_template_hash != manifest["chat_template_sha256"]:
         problems.append("the chat template differs from the recorded one")
     return tuple(problems)
 
 
-def verify_manifest(folder: Path) -> None:
+def verify_manifest(folder: ModelFolder) -> None:
     """Recompute every hash of a checkpoint.
 
     Raises:
         CheckpointError: names the first difference and counts the rest.
     """
-    problems = manifest_problems(ModelFolder.open(folder))
+    problems = manifest_problems(folder)
     if problems:
         rule = "the files are not those that were quantised"
         remedy = "Copy the folder again, or quantise the source model again"
-        raise CheckpointError(str(folder), f"{problems[0]} ({len(problems)} in all)", rule, remedy)
+        raise CheckpointError(str(folder.path), f"{problems[0]} ({len(problems)} in all)", rule, remedy)
 
 
 def _version(package: str) -> str | None:

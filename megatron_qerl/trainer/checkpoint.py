@@ -173,14 +173,13 @@ def read_position(folder: Path) -> RunPosition:
         raise CheckpointError(str(path), type(error).__name__, "cannot be read", "use another checkpoint") from error
 
 
-def adapter_tensors(folder: Path) -> dict[str, Tensor]:
-    """The adapter of a checkpoint, canonical tensors, checked against the hash that was saved with it.
+def adapter_tensors(folder: Path, position: RunPosition) -> dict[str, Tensor]:
+    """The adapter of a checkpoint, canonical tensors, checked against the hash in its ``position``.
 
     Raises:
         CheckpointError: the tensors are not those that were saved.
     """
     tensors = _read(folder, "adapter")
-    position = read_position(folder)
     found = adapter_hash(tensors)
     if found != position.adapter_hash:
         raise CheckpointError(
@@ -192,8 +191,13 @@ def adapter_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def load(folder: Path, model: PolicyModel, shape: ModelShape, optimizer: AdapterOptimizer) -> RunPosition:
+def load(
+    folder: Path, position: RunPosition, model: PolicyModel, shape: ModelShape, optimizer: AdapterOptimizer
+) -> None:
     """Restore adapter, optimizer and RNG, bit for bit.
+
+    Args:
+        position: what :func:`read_position` found in ``folder``.
 
     Raises:
         CheckpointError: a file is missing or does not fit the run.
@@ -201,10 +205,8 @@ def load(folder: Path, model: PolicyModel, shape: ModelShape, optimizer: Adapter
     for name in _TENSOR_FILES:
         if not (folder / f"{name}.safetensors").is_file():
             raise CheckpointError(f"{folder}", f"{name}.safetensors", "is missing", "use a complete checkpoint")
-    position = read_position(folder)
     for name, view in _views(optimizer, restoring=True).items():
-        tensors = adapter_tensors(folder) if name == "adapter" else _read(folder, name)
+        tensors = adapter_tensors(folder, position) if name == "adapter" else _read(folder, name)
         restore(model, shape, tensors, folder, view)
     optimizer.set_updates(position.updates)
     torch.set_rng_state(_read(folder, "rng")["cpu"])
-    return position

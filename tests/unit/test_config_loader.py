@@ -9,13 +9,13 @@ import yaml
 from megatron_qerl.config import strict_yaml
 from megatron_qerl.config.loader import (
     config_from_mapping,
-    config_hash,
     load_config,
     load_resolved_config,
     resolved_yaml,
 )
 from megatron_qerl.config.schema import QuantizeConfig, RunConfig
 from megatron_qerl.errors import ConfigError
+from megatron_qerl.identity import settings_hash
 
 MINIMAL = """\
 run: {name: test}
@@ -264,7 +264,7 @@ def test_the_resolved_config_reads_back_equal(minimal: Path, tmp_path: Path) -> 
     config = load_config(minimal, overrides=["optimizer.learning_rate=3e-7", "data.system_prompt='[x]: #1'"])
     again = load_config(write(tmp_path / "resolved.yaml", resolved_yaml(config)))
     assert again == config
-    assert config_hash(again) == config_hash(config)
+    assert settings_hash(again) == settings_hash(config), "or a run could not be resumed from its own folder"
 
 
 @pytest.mark.parametrize(
@@ -277,13 +277,13 @@ def test_text_that_looks_like_something_else_survives_the_round_trip(minimal: Pa
     assert yaml.safe_load(text)["noise"]["source"] == name, "other YAML readers must agree"
 
 
-def test_the_hash_changes_with_a_value_and_not_with_its_place(minimal: Path, tmp_path: Path) -> None:
+def test_the_settings_hash_changes_with_a_value_and_not_with_its_place(minimal: Path, tmp_path: Path) -> None:
     lines = MINIMAL.splitlines(keepends=True)
     reordered = load_config(write(tmp_path / "r.yaml", "".join(reversed(lines))))
     config = load_config(minimal)
-    assert config_hash(reordered) == config_hash(config)
-    assert config_hash(load_config(minimal, overrides=["lora.rank=16"])) != config_hash(config)
-    assert len(config_hash(config)) == 64
+    assert settings_hash(reordered) == settings_hash(config)
+    assert settings_hash(load_config(minimal, overrides=["lora.rank=16"])) != settings_hash(config)
+    assert settings_hash(load_config(minimal, overrides=["checkpoint.keep=3"])) == settings_hash(config)
 
 
 def test_options_of_a_command_are_the_top_layer() -> None:

@@ -247,7 +247,7 @@ def test_awq_and_max_write_the_same_tensors(folders: tuple[Any, Path]) -> None:
 
 def test_the_manifest_records_calibration_and_folding(folders: tuple[Any, Path]) -> None:
     model, path = folders
-    manifest = read_manifest(path / "awq")
+    manifest = read_manifest(ModelFolder.open(path / "awq"))
     _, record = calibration_tokens(CALIBRATION, path / "source")
     assert manifest["calibration"]["tokens_sha256"] == record.tokens_sha256
     folding = manifest["folding"]

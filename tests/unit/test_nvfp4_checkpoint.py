@@ -292,7 +292,7 @@ def test_tokenizer_of_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
 def test_tokenizer_that_differs_from_the_manifest_is_refused(tmp_path: Path) -> None:
     folder = modelopt_folder(tmp_path)
     write_tokenizer(folder)
-    recorded = {"tokenizer_sha256": ModelFolder.open(folder).tokenizer_hash()}
+    recorded = {"tokenizer_sha256": ModelFolder.open(folder).tokenizer_hash}
     (folder / "manifest.json").write_text(json.dumps(recorded))
     ModelFolder.open(folder).check_tokenizer()
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
@@ -301,11 +301,15 @@ def test_tokenizer_that_differs_from_the_manifest_is_refused(tmp_path: Path) -> 
 
 
 def test_chat_template_hash_is_none_without_one_and_follows_the_text(tmp_path: Path) -> None:
-    folder = ModelFolder.open(plain_folder(tmp_path))
-    assert folder.chat_template_hash() is None
+    plain_folder(tmp_path)
+
+    def found() -> str | None:
+        return ModelFolder.open(tmp_path).chat_template_hash
+
+    assert found() is None
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "one"}))
-    embedded = folder.chat_template_hash()
+    embedded = found()
     (tmp_path / "chat_template.jinja").write_text("one")
-    assert folder.chat_template_hash() == embedded
+    assert found() == embedded
     (tmp_path / "chat_template.jinja").write_text("two")
-    assert folder.chat_template_hash() != embedded
+    assert found() != embedded

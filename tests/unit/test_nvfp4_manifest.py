@@ -63,12 +63,12 @@ def problems(folder: Path) -> tuple[str, ...]:
 
 
 def test_an_untouched_folder_verifies(folder: Path) -> None:
-    verify_manifest(folder)
+    verify_manifest(ModelFolder.open(folder))
     assert problems(folder) == ()
 
 
 def test_the_manifest_says_what_and_whence(folder: Path) -> None:
-    manifest = read_manifest(folder)
+    manifest = read_manifest(ModelFolder.open(folder))
     assert manifest["source"]["name"] == "source-model"
     assert manifest["source"]["tensors_sha256"] == ModelFolder.open(folder.parent / "source-model").base_hash
     assert manifest["calibration"]["tokens_sha256"] == "ab" * 32
@@ -89,7 +89,7 @@ def test_one_changed_bit_is_named(folder: Path, suffix: str) -> None:
     save_file(tensors, folder / "model.safetensors")
     assert [p.partition(":")[0] for p in problems(folder)] == [f"{Q}.{suffix}"]
     with pytest.raises(CheckpointError, match=f"{Q}.{suffix}: SHA-256") as caught:
-        verify_manifest(folder)
+        verify_manifest(ModelFolder.open(folder))
     assert caught.value.exit_code == 2
 
 
@@ -112,4 +112,4 @@ def test_another_tokenizer_or_template_is_a_problem(folder: Path) -> None:
 def test_a_foreign_manifest_is_refused(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps({"format": "something else"}))
     with pytest.raises(CheckpointError, match="something else"):
-        read_manifest(folder)
+        read_manifest(ModelFolder.open(folder))

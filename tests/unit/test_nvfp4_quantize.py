@@ -104,11 +104,12 @@ def test_what_is_not_a_linear_is_copied_unchanged(family_folders: tuple[Path, Pa
 
 def test_the_manifest_is_written_and_holds(family_folders: tuple[Path, Path]) -> None:
     source, output = family_folders
-    verify_manifest(output)
-    manifest = read_manifest(output)
+    written = ModelFolder.open(output)
+    verify_manifest(written)
+    manifest = read_manifest(written)
     assert manifest["source"]["tensors_sha256"] == ModelFolder.open(source).base_hash
     assert (manifest["quantization"]["method"], manifest["calibration"]) == ("max", None)
-    ModelFolder.open(output).check_tokenizer()
+    written.check_tokenizer()
 
 
 @pytest.fixture(scope="module")
