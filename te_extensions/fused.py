@@ -3,7 +3,8 @@
 ``csrc/fused_linear.cu`` tells how it works. Its variants differ in the number of tokens a tile. Up to 128 tokens they
 cut the work in the same places, so a row of y has the same bits for every M from 1 to 128 and whatever the other rows
 hold. From 129 to 256 tokens the cuts are others, again the same for every M. Above 256 tokens they depend on the number of
-token tiles, ceil(M / 256), and on nothing else of the batch. Between these ranges a result may differ in its last bit.
+token tiles, ceil(M / 256), and on the tile that a row is in, never on what other rows hold. Between these ranges a
+result may differ in its last bit.
 """
 
 from __future__ import annotations
@@ -190,6 +191,8 @@ def fused_refusal(x_rows: int, weight: NVFP4Weight, device: torch.device) -> str
         return "no rows"
     if not (weight.packed.is_contiguous() and weight.block_scale.is_contiguous()):
         return "the packed bytes are not contiguous"
+    if weight.packed.data_ptr() % 16 or weight.block_scale.data_ptr() % 16:
+        return "the packed bytes do not start at a multiple of 16 bytes, which the copy engine needs"
     return None
 
 

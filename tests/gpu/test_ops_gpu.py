@@ -90,8 +90,9 @@ def test_forward_and_backward_of_every_path(path: str, shape: tuple[int, int], s
 
 
 def test_the_tolerance_notices_a_second_rounding() -> None:
-    weight = weight_on_gpu(768, 2048, scale=0.0123)
-    x = draw(300, 2048, seed=1)
+    # Short sums, whose FP32 error cannot hide a rounding.
+    weight = weight_on_gpu(768, 256, scale=0.0123)
+    x = draw(300, 256, seed=1)
     once = nvfp4_linear(x, weight, path="dequantize")
     unscaled = NVFP4Weight(weight.packed, weight.block_scale, 1.0)
     twice = nvfp4_linear(x, unscaled, path="dequantize") * weight.tensor_scale
@@ -150,12 +151,16 @@ def test_lora(path: str, rank: int, rows: int, prepared: bool) -> None:
     # u is rounded to BF16, and so is u B^T where it is the addend of a GEMM.
     allowed = 2 * BF16 * (u.abs() @ wide.abs().t()) + 2.0**-20
     full = exact_matrix(weight).t() + down @ wide.t()
+    # Seen on an H200: with an addend cuBLAS rounds the product before it adds, so there one rounding more is allowed.
+    if path != "fused":
+        allowed = allowed + BF16 * (x.detach().double() @ exact_matrix(weight).t()).abs()
     assert_rounded_once(y, x, full, allowed)
     grad = draw(rows, n, seed=2)
     y.backward(grad)
     assert x.grad is not None
     v = (grad.double() @ wide).abs() @ down.abs().t()
-    assert_rounded_once(x.grad, grad, full.t(), 2 * BF16 * v + 2.0**-20)
+    product = (grad.double() @ exact_matrix(weight)).abs()
+    assert_rounded_once(x.grad, grad, full.t(), BF16 * product + 2 * BF16 * v + 2.0**-20)
     if not prepared:
         exact_a = (lora.scale * grad.double() @ wide).t() @ x.detach().double()
         assert lora.a.grad is not None
