@@ -94,13 +94,19 @@ def _segment(begin: int, prompt_tokens: int, lengths: Sequence[int], device: tor
 
 
 def pack(
-    groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]], device: torch.device, *, share_prefix: bool
+    groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]],
+    device: torch.device,
+    *,
+    share_prefix: bool,
+    multiple: int = 1,
 ) -> PackedTokens:
     """Pack (prompt, responses) groups into one sequence.
 
     Args:
         groups: token ids of each prompt and of its responses; no response may be empty.
         share_prefix: False repeats the prompt before every response, for attention kernels that know only sequences.
+        multiple: the pack's length is padded to a multiple of it, which sequence parallelism needs. The padding is a
+            sequence of its own at the end, which nothing looks at and nothing scores.
     """
     if not share_prefix:
         groups = [(prompt, [response]) for prompt, responses in groups for response in responses]
@@ -125,6 +131,11 @@ def pack(
             positions.extend(range(size, size + len(response) - 1))
             logit_rows.extend([begin + size - 1, *range(start, start + len(response) - 1)])
             targets.extend(response)
+        boundaries.append(len(tokens))
+    if padding := -len(tokens) % multiple:
+        segments.append(Segment(len(tokens), len(tokens) + padding))
+        tokens.extend([0] * padding)
+        positions.extend(range(padding))
         boundaries.append(len(tokens))
     cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=device)
     longest = max(b - a for a, b in itertools.pairwise(boundaries))

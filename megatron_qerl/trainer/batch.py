@@ -50,12 +50,14 @@ class MicroBatch:
         tokens: input of the model.
         rollout_logprobs, advantages: FP32 [n] over response tokens.
         sequence: int64 [n], number of each token's response in the whole batch.
+        mask: bool [n], True where a token counts; False throughout a micro-batch that only keeps this rank in step.
     """
 
     tokens: PackedTokens
     rollout_logprobs: Tensor
     advantages: Tensor
     sequence: Tensor
+    mask: Tensor
 
 
 def training_groups(groups: Sequence[Group]) -> list[TrainingGroup]:
@@ -116,10 +118,84 @@ def plan_microbatches(groups: Sequence[TrainingGroup], budget: int, *, share_pre
     return bins
 
 
-def build_microbatch(groups: Sequence[TrainingGroup], device: torch.device, *, share_prefix: bool) -> MicroBatch:
-    """Pack one micro-batch onto ``device``."""
+def share_out(
+    groups: Sequence[TrainingGroup], budget: int, ranks: int, *, share_prefix: bool
+) -> list[list[list[TrainingGroup]]]:
+    """The micro-batches of each data-parallel rank, as many on every rank, with near-equal loads side by side.
+
+    Every rank computes the same plan from the same groups. The counts are equal because experts (and Megatron's
+    schedules over them) exchange tokens between data-parallel ranks in every layer, so that all must make the same
+    passes. On one rank this is ``plan_microbatches``.
+
+    Returns:
+        Rank -> micro-batch -> pieces. A micro-batch without pieces only keeps its rank in step.
+
+    Raises:
+        ConfigError: a single response does not fit the budget.
+    """
+    bins = plan_microbatches(groups, budget, share_prefix=share_prefix)
+    if ranks == 1:
+        return [bins]
+    pieces = _enough([piece for b in bins for piece in b], ranks, share_prefix)
+    pieces.sort(key=lambda p: -p.packed_tokens(share_prefix))
+    rounds = -(-len(bins) // ranks)
+    while (balanced := _even_bins(pieces, budget, rounds * ranks, share_prefix)) is None:
+        rounds += 1
+    balanced.sort(key=lambda b: -sum(p.packed_tokens(share_prefix) for p in b))
+    # Forth and back: the rank with the longest micro-batch of one round gets the shortest of the next.
+    shares: list[list[list[TrainingGroup]]] = [[] for _ in range(ranks)]
+    for r in range(rounds):
+        row = balanced[r * ranks : (r + 1) * ranks]
+        for share, microbatch in zip(shares, row if r % 2 == 0 else reversed(row), strict=True):
+            share.append(microbatch)
+    return shares
+
+
+def _enough(pieces: list[TrainingGroup], count: int, share_prefix: bool) -> list[TrainingGroup]:
+    """At least ``count`` pieces where there are as many responses: the longest is halved, its prompt repeated."""
+    while len(pieces) < count:
+        longest = max(pieces, key=lambda p: (len(p.responses) > 1, p.packed_tokens(share_prefix)))
+        if len(longest.responses) == 1:
+            break
+        half = len(longest.responses) // 2
+        pieces.remove(longest)
+        pieces += [TrainingGroup(longest.prompt_ids, r) for r in (longest.responses[:half], longest.responses[half:])]
+    return pieces
+
+
+def _even_bins(
+    pieces: Sequence[TrainingGroup], budget: int, count: int, share_prefix: bool
+) -> list[list[TrainingGroup]] | None:
+    """``pieces``, longest first, each into the least loaded of ``count`` bins; None if the budget is too small."""
+    bins: list[list[TrainingGroup]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for piece in pieces:
+        lightest = loads.index(min(loads))
+        loads[lightest] += piece.packed_tokens(share_prefix)
+        if loads[lightest] > budget:
+            return None
+        bins[lightest].append(piece)
+    return bins
+
+
+def build_microbatch(
+    groups: Sequence[TrainingGroup], device: torch.device, *, share_prefix: bool, multiple: int = 1
+) -> MicroBatch:
+    """Pack one micro-batch onto ``device``.
+
+    Args:
+        groups: what is in it. Without any it holds one token that counts nowhere: a rank without work must still take
+            part in the collectives of its layers.
+        multiple: of the packed length, see ``layers.packing.pack``.
+    """
+    counts = bool(groups)
+    if not counts:
+        groups = [TrainingGroup((0,), (TrainingResponse((0,), (0.0,), 0.0, 0),))]
     tokens = pack(
-        [(g.prompt_ids, [r.token_ids for r in g.responses]) for g in groups], device, share_prefix=share_prefix
+        [(g.prompt_ids, [r.token_ids for r in g.responses]) for g in groups],
+        device,
+        share_prefix=share_prefix,
+        multiple=multiple,
     )
     responses = [r for g in groups for r in g.responses]
     lengths = torch.tensor([len(r.token_ids) for r in responses])
@@ -133,6 +209,7 @@ def build_microbatch(groups: Sequence[TrainingGroup], device: torch.device, *, s
         rollout,
         spread([r.advantage for r in responses], torch.float32),
         spread([r.sequence for r in responses], torch.int64),
+        torch.full((len(rollout),), counts, device=device),
     )
 
 

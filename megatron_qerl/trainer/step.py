@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from megatron_qerl.trainer.batch import (
     TrainingGroup,
     build_microbatch,
     plan_microbatches,
+    share_out,
     split_minibatches,
 )
 from megatron_qerl.trainer.optimizer import AdapterOptimizer, UpdateReport
@@ -56,6 +58,8 @@ class StepStatistics:
 
     def add_parity(self, trainer_T: Tensor, rollout_T: Tensor) -> None:
         """Fold in |trainer - rollout| over the tokens of one micro-batch."""
+        if not trainer_T.numel():
+            return
         difference = (trainer_T - rollout_T).abs()
         self.parity_max = max(self.parity_max, float(difference.max()))
         self.parity_sum += float(difference.sum())
@@ -95,10 +99,21 @@ class Trainer:
             query=self._query(batch),
         )
 
-    def _microbatches(self, groups: Sequence[TrainingGroup]) -> list[MicroBatch]:
+    def _build(self, bins: Sequence[Sequence[TrainingGroup]]) -> list[MicroBatch]:
+        multiple = self.model.config.tensor_model_parallel_size if self.model.config.sequence_parallel else 1
         share = self.settings.share_prompt_prefix
-        bins = plan_microbatches(groups, self.settings.microbatch_tokens, share_prefix=share)
-        return [build_microbatch(b, self.device, share_prefix=share) for b in bins]
+        return [build_microbatch(b, self.device, share_prefix=share, multiple=multiple) for b in bins]
+
+    def _microbatches(self, groups: Sequence[TrainingGroup]) -> list[MicroBatch]:
+        """All of ``groups``, whatever the data-parallel size."""
+        share = self.settings.share_prompt_prefix
+        return self._build(plan_microbatches(groups, self.settings.microbatch_tokens, share_prefix=share))
+
+    def _own_microbatches(self, groups: Sequence[TrainingGroup]) -> list[MicroBatch]:
+        """This data-parallel rank's share of ``groups``, which are the same on every rank."""
+        ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        share = self.settings.share_prompt_prefix
+        return self._build(share_out(groups, self.settings.microbatch_tokens, ranks, share_prefix=share)[rank])
 
     def _run(self, model: Any, batches: list[MicroBatch], forward_step: Any, *, forward_only: bool) -> None:
         with megatron_calls():
@@ -153,7 +168,7 @@ class Trainer:
         """
         stats = StepStatistics()
         minibatches = [
-            self._microbatches(part) for part in split_minibatches(groups, self.settings.minibatches_per_step)
+            self._own_microbatches(part) for part in split_minibatches(groups, self.settings.minibatches_per_step)
         ]
         forward_noise = noise if self.plan.replay_noise else None
         old: list[list[Tensor | None]] = [[None] * len(b) for b in minibatches]
@@ -198,12 +213,11 @@ class Trainer:
         compare: bool,
     ) -> tuple[Tensor, int]:
         """Summed loss of one micro-batch and what it is to be divided by, globally."""
-        detached = logprobs.detach()
+        detached, mask = logprobs.detach(), batch.mask
         if compare:
-            stats.add_parity(detached, batch.rollout_logprobs)
+            stats.add_parity(detached[mask], batch.rollout_logprobs[mask])
         reference = detached if old is None else old
         denominator = batch.rollout_logprobs if self.plan.denominator == "rollout" else reference
-        mask = torch.ones_like(detached, dtype=torch.bool)
         weights = None
         if self.plan.importance_weights:
             cap = self.algorithm.importance_weight_cap
@@ -221,7 +235,8 @@ class Trainer:
         unique, sequence = torch.unique(batch.sequence, return_inverse=True)
         mode = self.algorithm.loss_aggregation
         total = aggregate(token_loss.loss, mask, sequence, mode, 1, 1)
-        count = mask.numel() if mode == "token_mean" else unique.numel()
+        tokens = int(mask.sum())
+        count = tokens if mode == "token_mean" else unique.numel() if tokens else 0
         if not bool(torch.isfinite(total)):
             bad = batch.sequence[~torch.isfinite(token_loss.loss)].unique().tolist()
             raise NonFiniteError(
@@ -231,8 +246,8 @@ class Trainer:
             )
         stats.loss_sum += float(total.detach())
         stats.normaliser += count
-        stats.tokens += mask.numel()
-        stats.entropy_sum += float(entropy.sum())
+        stats.tokens += tokens
+        stats.entropy_sum += float(entropy[mask].sum())
         stats.ratio += ratio_statistics(token_loss)
         return total, count
 

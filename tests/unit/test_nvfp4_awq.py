@@ -27,6 +27,7 @@ from megatron_qerl.nvfp4.manifest import read_manifest
 from megatron_qerl.nvfp4.modelopt_edge import ScaleSearch, fake_quantize, search_scale
 from megatron_qerl.nvfp4.quantize import quantize
 from megatron_qerl.nvfp4.sketch import ActivationSketch, SketchBuilder, token_signs
+from megatron_qerl.session import folded_norms
 from tests.unit.nvfp4_tiny_models import FAMILIES, HEADS, LAYERS, write_model
 
 torch.set_num_threads(1)
@@ -285,3 +286,6 @@ def test_a_search_that_gains_nothing_leaves_the_weights_alone(
     assert ModelFolder.open(tmp_path / "out").tensors_hash() == ModelFolder.open(path / "max").tensors_hash()
     layers = json.loads((tmp_path / "out" / "manifest.json").read_text())["folding"]["layers"]
     assert layers["model.layers.0"]["qkv"]["norm_divided_by"] is None
+    # A run finds no norm to correct its noise for, and does not take the missing factors for lost ones.
+    assert folded_norms(ModelFolder.open(tmp_path / "out")) == {}
+    assert folded_norms(ModelFolder.open(path / "awq")) != {}
