@@ -23,6 +23,8 @@ from te_extensions.weight import NVFP4Weight
 ARCH = "sm_90a"
 TILE_K = 128
 _SMEM_BYTES = 227 * 1024
+# Files of the kernel, in the order in which they are joined.
+_PARTS = ("ptx.cuh", "pack.cu", "fused_linear.cu")
 # Tokens a tile. A batch takes the smallest that holds it, or several tiles of the largest.
 TOKEN_TILES = (8, 16, 32, 64, 96, 128, 192, 256)
 ONE_PATH_TOKENS = 128
@@ -122,7 +124,8 @@ def _wgmma(tokens: int) -> str:
 
 def source(variant: Variant) -> tuple[str, dict[str, str | int]]:
     """(CUDA source, defines) of a variant."""
-    text = (Path(__file__).parent / "csrc" / "fused_linear.cu").read_text()
+    folder = Path(__file__).parent / "csrc"
+    text = "\n".join((folder / part).read_text() for part in _PARTS)
     defines: dict[str, str | int] = {
         "MT": variant.tokens,
         "WGS": variant.warpgroups,
