@@ -2,8 +2,8 @@
 
 ``csrc/fused_linear.cu`` tells how it works. Its variants differ in the number of tokens a tile. Up to 128 tokens they
 cut the work in the same places, so a row of y has the same bits for every M from 1 to 128 and whatever the other rows
-hold. From 129 to 256 tokens the cuts are others, again the same for every M. Above 256 tokens they depend on the number of
-token tiles, ceil(M / 256), and on the tile that a row is in, never on what other rows hold. Between these ranges a
+hold. From 129 to 256 tokens the cuts are others, again the same for every M. Above 256 tokens they depend on the number
+of token tiles, ceil(M / 256), and on the tile that a row is in, never on what other rows hold. Between these ranges a
 result may differ in its last bit.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from te_extensions.nvrtc import INT, POINTER, Kernel, TensorMap, byte_boxes, compile_cubin, load_function
+from te_extensions.nvrtc import FLOAT, INT, POINTER, Kernel, TensorMap, byte_boxes, compile_cubin, load_function
 from te_extensions.weight import NVFP4Weight
 
 ARCH = "sm_90a"
@@ -25,6 +25,9 @@ TILE_K = 128
 _SMEM_BYTES = 227 * 1024
 # Files of the kernel, in the order in which they are joined.
 _PARTS = ("ptx.cuh", "pack.cu", "fused_linear.cu")
+# Of pack_and_project, as csrc/project.cu has them: CTAs and threads that share some tokens, and how many those are.
+_PROJECT_CTAS, _PROJECT_WARPS = 8, 8
+_LARGEST_PROJECTED_RANK = 128
 # Tokens a tile. A batch takes the smallest that holds it, or several tiles of the largest.
 TOKEN_TILES = (8, 16, 32, 64, 96, 128, 192, 256)
 ONE_PATH_TOKENS = 128
@@ -43,6 +46,21 @@ class FusedLora:
 
     u: Tensor
     b: Tensor
+
+
+@dataclass(frozen=True)
+class FusedAdapter:
+    """LoRA whole: y += s (x a^T) b^T, where the launch that packs x computes u = s x a^T as well. At most 128 tokens.
+
+    Attributes:
+        a: BF16 [R, K], R a multiple of 16 and at most 128.
+        b: BF16 [N, R].
+        scale: s = alpha / r.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -122,10 +140,15 @@ def _wgmma(tokens: int) -> str:
     )
 
 
-def source(variant: Variant) -> tuple[str, dict[str, str | int]]:
-    """(CUDA source, defines) of a variant."""
+def source(variant: Variant, projected_rank: int = 0) -> tuple[str, dict[str, str | int]]:
+    """(CUDA source, defines) of a variant.
+
+    Args:
+        projected_rank: R of ``pack_and_project``; 0 leaves that kernel out.
+    """
     folder = Path(__file__).parent / "csrc"
-    text = "\n".join((folder / part).read_text() for part in _PARTS)
+    parts = ("ptx.cuh", "pack.cu", "project.cu") if projected_rank else _PARTS
+    text = "\n".join((folder / part).read_text() for part in parts)
     defines: dict[str, str | int] = {
         "MT": variant.tokens,
         "WGS": variant.warpgroups,
@@ -138,6 +161,8 @@ def source(variant: Variant) -> tuple[str, dict[str, str | int]]:
         "REGS_MULTIPLY": variant.registers[0],
         "REGS_COPY": variant.registers[1],
     }
+    if projected_rank:
+        defines["RANK"] = projected_rank
     return text.replace("WGMMA_BODY", _wgmma(variant.tokens)), defines
 
 
@@ -181,25 +206,38 @@ def _load(variant: Variant, device_index: int) -> _Loaded:
     )
 
 
+@cache
+def _load_project(variant: Variant, rank: int, device_index: int) -> Kernel:
+    text, defines = source(variant, rank)
+    cubin = compile_cubin(text, defines, ARCH)
+    smem_bytes = _PROJECT_WARPS * _project_rows(variant) * (rank + 1) * 4
+    return Kernel(load_function(cubin, "pack_and_project", device_index), smem_bytes)
+
+
+def _project_rows(variant: Variant) -> int:
+    return min(16, variant.tokens)
+
+
 def fused_refusal(x_rows: int, weight: NVFP4Weight, device: torch.device) -> str | None:
     """Why the fused kernel cannot serve this product, or None."""
     if device.type != "cuda":
         return f"device {device} is not a CUDA device"
     if torch.cuda.get_device_capability(device) != (9, 0):
         return f"compute capability {torch.cuda.get_device_capability(device)} is not 9.0 (Hopper)"
-    cols = weight.shape[1]
-    if cols % 64:
-        return f"K = {cols} is not a multiple of 64"
-    if x_rows < 1:
-        return "no rows"
-    if not (weight.packed.is_contiguous() and weight.block_scale.is_contiguous()):
-        return "the packed bytes are not contiguous"
-    if weight.packed.data_ptr() % 16 or weight.block_scale.data_ptr() % 16:
-        return "the packed bytes do not start at a multiple of 16 bytes, which the copy engine needs"
-    return None
+    cols, packed, scales = weight.shape[1], weight.packed, weight.block_scale
+    obstacles = (
+        (x_rows < 1, "no rows"),
+        (cols % 64 != 0, f"K = {cols} is not a multiple of 64"),
+        (not (packed.is_contiguous() and scales.is_contiguous()), "the packed bytes are not contiguous"),
+        (
+            packed.data_ptr() % 16 != 0 or scales.data_ptr() % 16 != 0,
+            "the packed bytes do not start at a multiple of 16 bytes, which the copy engine needs",
+        ),
+    )
+    return next((reason for applies, reason in obstacles if applies), None)
 
 
-def _check_inputs(x: Tensor, weight: NVFP4Weight, lora: FusedLora | None) -> None:
+def _check_inputs(x: Tensor, weight: NVFP4Weight, lora: FusedLora | FusedAdapter | None) -> None:
     rows, cols = weight.shape
     refusal = fused_refusal(x.shape[0], weight, x.device)
     if refusal is not None:
@@ -208,8 +246,17 @@ def _check_inputs(x: Tensor, weight: NVFP4Weight, lora: FusedLora | None) -> Non
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, needed contiguous BF16 [M, {cols}]")
     if lora is None:
         return
-    rank = lora.u.shape[1]
-    for name, tensor, shape in (("u", lora.u, (x.shape[0], rank)), ("b", lora.b, (rows, rank))):
+    rank = lora.b.shape[1]
+    if isinstance(lora, FusedAdapter):
+        if x.shape[0] > ONE_PATH_TOKENS or rank % 16 or not 16 <= rank <= _LARGEST_PROJECTED_RANK:
+            raise ValueError(
+                f"a FusedAdapter of R = {rank} for M = {x.shape[0]} tokens: R must be a multiple of 16 up to "
+                f"{_LARGEST_PROJECTED_RANK} and M at most {ONE_PATH_TOKENS}; compute u and pass a FusedLora"
+            )
+        other = ("a", lora.a, (rank, cols))
+    else:
+        other = ("u", lora.u, (x.shape[0], rank))
+    for name, tensor, shape in (other, ("b", lora.b, (rows, rank))):
         if tuple(tensor.shape) != shape or tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
             raise ValueError(f"lora.{name} is {tuple(tensor.shape)} {tensor.dtype}, needed contiguous BF16 {shape}")
 
@@ -227,13 +274,13 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // 1024) * 1024
 
 
-def fused_linear(x: Tensor, weight: NVFP4Weight, lora: FusedLora | None = None) -> Tensor:
+def fused_linear(x: Tensor, weight: NVFP4Weight, lora: FusedLora | FusedAdapter | None = None) -> Tensor:
     """x W^T (+ u b^T), one rounding, no autograd.
 
     Args:
         x: BF16 [M, K] on a Hopper GPU, contiguous.
         weight: the packed matrix, N x K.
-        lora: low-rank columns, or None.
+        lora: low-rank columns, or a whole adapter, or None.
 
     Returns:
         BF16 [M, N].
@@ -245,8 +292,9 @@ def fused_linear(x: Tensor, weight: NVFP4Weight, lora: FusedLora | None = None) 
     (m, k), n = x.shape, weight.shape[0]
     variant = variant_for(m, n, k)
     loaded = _load(variant, x.device.index)
-    lora = None if lora is None else _pad_rank(lora)
-    rank = 0 if lora is None else lora.u.shape[1]
+    if isinstance(lora, FusedLora):
+        lora = _pad_rank(lora)
+    rank = 0 if lora is None else lora.b.shape[1]
     m_tiles = -(-m // variant.tokens)
     n_tiles = -(-n // variant.block_n)
     units = -(-k // (variant.unit * TILE_K))
@@ -266,17 +314,29 @@ def fused_linear(x: Tensor, weight: NVFP4Weight, lora: FusedLora | None = None) 
         places.append(address)
         address += _aligned(size)
     tiles, lora_tiles, partial, flags = places
-    u = 0 if lora is None else lora.u.data_ptr()
     stream = torch.cuda.current_stream(x.device).cuda_stream
-    threads = max(m_tiles * variant.tokens * (k_tiles * 4 + lora_stages * 8), flag_count)
-    loaded.pack.launch(
-        -(-threads // 128),
-        128,
-        stream,
-        (x.data_ptr(), tiles, u, lora_tiles, flags, m, k, rank, m_tiles, k_tiles, lora_stages, flag_count),
-        (POINTER,) * 5 + (INT,) * 7,
-        overlap=True,
-    )
+    counts = (m_tiles, k_tiles, lora_stages, flag_count)
+    if isinstance(lora, FusedAdapter):
+        clusters = m_tiles * variant.tokens // _project_rows(variant)
+        _load_project(variant, rank, x.device.index).launch(
+            clusters * _PROJECT_CTAS,
+            32 * _PROJECT_WARPS,
+            stream,
+            (x.data_ptr(), tiles, lora.a.data_ptr(), lora.scale, lora_tiles, flags, m, k, *counts),
+            (POINTER, POINTER, POINTER, FLOAT, POINTER, POINTER, *(INT,) * 6),
+            overlap=True,
+        )
+    else:
+        threads = max(m_tiles * variant.tokens * (k_tiles * 4 + lora_stages * 8), flag_count)
+        u = 0 if lora is None else lora.u.data_ptr()
+        loaded.pack.launch(
+            -(-threads // 128),
+            128,
+            stream,
+            (x.data_ptr(), tiles, u, lora_tiles, flags, m, k, rank, *counts),
+            (POINTER,) * 5 + (INT,) * 7,
+            overlap=True,
+        )
     params = _Params(
         weight.block_scale.data_ptr(),
         tiles,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 # Argument types of a launch, next to their values.
-POINTER, INT = ctypes.c_void_p, ctypes.c_int
+POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
 
 class KernelBuildError(RuntimeError):

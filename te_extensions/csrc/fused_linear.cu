@@ -379,12 +379,6 @@ DEVICE void add_partials(const Params& p, float (&acc)[RM][ACC], int first, int 
   }
 }
 
-DEVICE u32 pair(float low, float high) {
-  u32 r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-
 // Accumulator 4 i + 2 h + e of block r is row row0 + 64 r + 8 h, token 8 i + 2 quad + e. Lanes with neighbouring rows swap
 // a token, so that each holds two rows of one token and stores them at once.
 DEVICE void store(const Params& p, const float (&acc)[RM][ACC], int row, int mt, int lane) {

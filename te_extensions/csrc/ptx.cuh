@@ -103,5 +103,11 @@ DEVICE u32 multiply(u32 a, u32 b) {
   return r;
 }
 
+DEVICE u32 pair(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
 DEVICE void previous_kernel_done() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void next_kernel_may_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

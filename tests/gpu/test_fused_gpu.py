@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels_proof import Difference, Poison, Reference, decode, difference, random_weight
-from te_extensions.fused import FusedLora, fused_linear, fused_refusal
+from te_extensions.fused import FusedAdapter, FusedLora, fused_linear, fused_refusal
 from te_extensions.weight import NVFP4Weight
 
 DEVICE = torch.device("cuda")
@@ -210,6 +210,29 @@ def test_lora_is_added_before_the_one_rounding(generator: torch.Generator) -> No
                         different.append(name)
     assert faults(found) == []
     assert different == [], "a row whose u is zero must have the bits of the base"
+
+
+def test_a_whole_adapter_is_projected_in_the_launch(generator: torch.Generator) -> None:
+    """u = s x A^T comes out as torch rounds it, but for the order of FP32 sums, and y as with that u given."""
+    found, different = [], []
+    for n, k in ((4608, 3584), (1000, 448), *LARGE):
+        weight = random_weight(n, k, generator)
+        for rank in (16, 32, 96, 128):
+            a, b = inputs(rank, k, generator) * k**-0.5, inputs(n, rank, generator) * 0.05
+            for m in (1, 3, 8, 9, 16, 33, 64, 100, 128):
+                x = inputs(m, k, generator)
+                with case(f"N={n} K={k} R={rank} M={m}"):
+                    y = fused_linear(x, weight, FusedAdapter(a, b, 0.3))
+                    again = fused_linear(x, weight, FusedAdapter(a, b, 0.3))
+                    first = fused_linear(x[:1], weight, FusedAdapter(a, b, 0.3))
+                    exact = decode(weight) + 0.3 * b.double() @ a.double()
+                    found.append((f"N={n} K={k} R={rank} M={m}", Reference(x, exact, generator).check(y)))
+                    if not (same_bits(y, again) and same_bits(y[:1], first)):
+                        different.append(f"N={n} K={k} R={rank} M={m}")
+    assert faults(found) == []
+    assert different == []
+    with pytest.raises(ValueError, match="R must be a multiple of 16"):
+        fused_linear(x, weight, FusedAdapter(a[:24], b[:, :24].contiguous(), 0.3))
 
 
 def test_any_tensor_scale(generator: torch.Generator) -> None:

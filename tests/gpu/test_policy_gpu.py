@@ -114,4 +114,4 @@ def test_a_training_step_updates_the_adapter(dtype: str, recompute: str, tmp_pat
         assert stats.updates[0].update_norm > 0
         assert stats.updates[0].gradient_norm > 0
     assert optimizer.updates == 3
-    assert trainer.optimizer.moment("exp_avg", create=False)(optimizer.parameters()[0][1]).abs().max() > 0
+    assert trainer.optimizer.state.whole(optimizer.parameters()[0][1], "exp_avg").abs().max() > 0

@@ -33,6 +33,13 @@ def test_every_variant_compiles_for_hopper(own_cache: Path) -> None:
     assert len(list(own_cache.glob("*.cubin"))) == len(variants())
 
 
+@pytest.mark.parametrize("rank", [16, 32, 96, 128])
+def test_the_projecting_kernel_compiles_for_hopper(rank: int) -> None:
+    for m in (8, 16, 128):
+        text, defines = fused.source(fused.variant_for(m, 5120, 5120), rank)
+        assert compile_cubin(text, defines, fused.ARCH)[:4] == b"\x7fELF"
+
+
 def test_a_compiled_kernel_is_read_back_and_a_changed_one_is_not(own_cache: Path) -> None:
     source = 'extern "C" __global__ void k(int* x) { *x = VALUE; }'
     first = compile_cubin(source, {"VALUE": 1}, fused.ARCH)
