@@ -202,8 +202,7 @@ def _tensor_problems(check: TensorCheck) -> list[str]:
 
 def _group_problems(model: ModelFolder, scales: dict[str, float]) -> list[str]:
     problems = []
-    shape = DecoderShape.of(model.config, model.path)
-    for group in fused_groups(shape.layers, shape.groups):
+    for group in fused_groups(DecoderShape.of(model.config, model.path).layers):
         missing = [member for member in group if member not in scales]
         problems += [f"{member}: not quantised" for member in missing]
         found = {scales[member] for member in group if member in scales}
