@@ -18,6 +18,7 @@ from benchmarks.kernels_journal import PATHS
 from benchmarks.kernels_timing import copies_for, measure_us
 from benchmarks.yardsticks import Cublas, Humming
 from te_extensions.linear import nvfp4_linear
+from te_extensions.lora import LoraPart, LoraWeights, nvfp4_lora_linear
 from te_extensions.ops import LINEAR_DGRAD
 from te_extensions.weight import NVFP4Weight
 
@@ -128,8 +129,8 @@ def _fused_refusal(weight: NVFP4Weight) -> Callable[[int], str | None]:
 class LoraCalls:
     """The fused product with an adapter of ``rank`` on each of the layer's fused parts.
 
-    A is stacked over the parts, B is block-diagonal: part p's rows of B are zero outside its own ``rank`` columns. The
-    factor s is folded into A, so that u = x A^T is one product.
+    A is stacked over the parts, B is block-diagonal: part p's rows of B are zero outside its own ``rank`` columns, as
+    ``LoraWeights.prepared`` makes it for an engine.
     """
 
     def __init__(
@@ -140,13 +141,10 @@ class LoraCalls:
         rank: int,
         generator: torch.Generator,
     ) -> None:
-        from te_extensions.fused import FusedLora, fused_linear
-
-        self._lora, self._linear = FusedLora, fused_linear
         self.weights, self.x, self.width = weights, x, rank * len(parts)
         k = x.shape[1]
         a = torch.randn((self.width, k), generator=generator, device=x.device) / k**0.5
-        self.a_t = a.to(x.dtype).t()
+        self.a = a.to(x.dtype)
         b = torch.zeros((sum(parts), self.width), device=x.device)
         row = 0
         for index, rows in enumerate(parts):
@@ -154,13 +152,14 @@ class LoraCalls:
             b[row : row + rows, index * rank : (index + 1) * rank] = block
             row += rows
         self.b = b.to(x.dtype)
+        self.parts = tuple(LoraPart(rows) for rows in parts)
 
     def scale_to(self, base: Tensor) -> None:
         """Make u B^T as large as the base product, so that an error in it shows."""
         self.b.mul_(float(base.square().mean().sqrt()))
 
     def u(self) -> Tensor:
-        return torch.mm(self.x, self.a_t)
+        return torch.mm(self.x, self.a.t())
 
     def term(self, columns: Tensor | None) -> Tensor:
         """u B^T in float64, from the BF16 u that the kernel gets."""
@@ -168,10 +167,11 @@ class LoraCalls:
         return self.u().double() @ b.double().t()
 
     def plain(self, i: int) -> Tensor:
-        return self._linear(self.x, self.weights[i % len(self.weights)])
+        return nvfp4_linear(self.x, self.weights[i % len(self.weights)], path="fused")
 
     def fused(self, i: int) -> Tensor:
-        return self._linear(self.x, self.weights[i % len(self.weights)], lora=self._lora(self.u(), self.b))
+        adapters = LoraWeights(self.a, self.b, self.parts, scale=1.0, wide=self.b)
+        return nvfp4_lora_linear(self.x, self.weights[i % len(self.weights)], adapters, path="fused")
 
     def separate(self, i: int) -> Tensor:
         return self.plain(i).addmm_(self.u(), self.b.t())

@@ -31,8 +31,8 @@ _LARGEST_PROJECTED_RANK = 128
 # Tokens a tile. A batch takes the smallest that holds it, or several tiles of the largest.
 TOKEN_TILES = (8, 16, 32, 64, 96, 128, 192, 256)
 ONE_PATH_TOKENS = 128
-# Fewer weights than this and tiles of 128 rows balance better over the GPU than tiles of 256.
-_SMALL_WEIGHTS = 64 * 1024 * 1024
+# Few rows of W, or few weights, and tiles of 128 rows balance better over the GPU than tiles of 256.
+_FEW_ROWS, _SMALL_WEIGHTS = 8192, 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def variant_for(tokens: int, n: int, k: int) -> Variant:
     """The variant that serves a batch of ``tokens`` rows."""
     tile = next((t for t in TOKEN_TILES if t >= tokens), TOKEN_TILES[-1])
     boxes = k % 256 == 0
-    if tile > ONE_PATH_TOKENS or n * k < _SMALL_WEIGHTS:
+    if tile > ONE_PATH_TOKENS or n <= _FEW_ROWS or n * k < _SMALL_WEIGHTS:
         return Variant(tile, 2, 1, 1, 1, (224, 56), boxes)
     if tile > 64:
         return Variant(tile, 2, 2, 2, 2, (224, 56), boxes)
@@ -237,6 +237,15 @@ def fused_refusal(x_rows: int, weight: NVFP4Weight, device: torch.device) -> str
     return next((reason for applies, reason in obstacles if applies), None)
 
 
+def adapter_refusal(x_rows: int, rank: int) -> str | None:
+    """Why no ``FusedAdapter`` of R = ``rank`` serves this many rows, or None."""
+    if rank % 16 or not 16 <= rank <= _LARGEST_PROJECTED_RANK:
+        return f"R = {rank} is not a multiple of 16 up to {_LARGEST_PROJECTED_RANK}"
+    if x_rows > ONE_PATH_TOKENS:
+        return f"M = {x_rows} is above {ONE_PATH_TOKENS}"
+    return None
+
+
 def _check_inputs(x: Tensor, weight: NVFP4Weight, lora: FusedLora | FusedAdapter | None) -> None:
     rows, cols = weight.shape
     refusal = fused_refusal(x.shape[0], weight, x.device)
@@ -248,11 +257,9 @@ def _check_inputs(x: Tensor, weight: NVFP4Weight, lora: FusedLora | FusedAdapter
         return
     rank = lora.b.shape[1]
     if isinstance(lora, FusedAdapter):
-        if x.shape[0] > ONE_PATH_TOKENS or rank % 16 or not 16 <= rank <= _LARGEST_PROJECTED_RANK:
-            raise ValueError(
-                f"a FusedAdapter of R = {rank} for M = {x.shape[0]} tokens: R must be a multiple of 16 up to "
-                f"{_LARGEST_PROJECTED_RANK} and M at most {ONE_PATH_TOKENS}; compute u and pass a FusedLora"
-            )
+        refusal = adapter_refusal(x.shape[0], rank)
+        if refusal is not None:
+            raise ValueError(f"a FusedAdapter cannot be served: {refusal}; compute u and pass a FusedLora")
         other = ("a", lora.a, (rank, cols))
     else:
         other = ("u", lora.u, (x.shape[0], rank))

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_extensions.dispatch import resolve_path
+from te_extensions.fused import ONE_PATH_TOKENS
 from te_extensions.linear import check_features, nvfp4_linear_update
 from te_extensions.ops import (
     LINEAR_DGRAD_UPDATE,
@@ -31,7 +33,9 @@ from te_extensions.ops import (
     below_autograd,
     define_op,
     first_order_only,
+    packed_weight,
     scaled_mm,
+    shaped,
 )
 from te_extensions.weight import NVFP4Weight
 
@@ -150,26 +154,50 @@ class _LoraLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.frozen, ctx.scale = FrozenContext(packed, block_scale, tensor_scale, path), scale
         need_x, need_a, need_b, *_ = ctx.needs_input_grad
+        base = (packed, block_scale, tensor_scale)
+        if _rows(x) <= ONE_PATH_TOKENS:
+            # The operator may make u inside its launch; a gradient of B makes it again.
+            ctx.save_for_backward(x if need_a or need_b else None, a if need_x or need_b else None, b, None)
+            return below_autograd(LORA_LINEAR, x, a, b, *base, scale, path)
         u = _down(x, a, scale)
         ctx.save_for_backward(x if need_a else None, a if need_x else None, b, u if need_b else None)
-        return below_autograd(LINEAR_UPDATE, x, u, b, packed, block_scale, tensor_scale, path)
+        return below_autograd(LINEAR_UPDATE, x, u, b, *base, path)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         first_order_only("nvfp4_lora_linear")
         x, a, b, u = ctx.saved_tensors
+        need_x, need_a, need_b, *_ = ctx.needs_input_grad
         rows = grad_y.reshape(-1, grad_y.shape[-1])
         grad_x = grad_a = grad_b = None
         # v = s dy B: the gradient of A x.
-        v = None if x is None and a is None else scaled_mm(rows, b, ctx.scale)
-        if v is not None and a is not None:
+        v = scaled_mm(rows, b, ctx.scale) if need_x or need_a else None
+        if v is not None and need_x:
             lead = v.view(*grad_y.shape[:-1], v.shape[1])
             grad_x = LINEAR_DGRAD_UPDATE(grad_y, lead, a, *ctx.frozen.unchanged())
-        if v is not None and x is not None:
+        if v is not None and need_a:
             grad_a = torch.mm(v.t(), x.reshape(-1, x.shape[-1]))
-        if u is not None:
+        if need_b:
+            u = _down(x, a, ctx.scale) if u is None else u
             grad_b = torch.mm(rows.t(), u.reshape(-1, u.shape[-1]))
         return grad_x, grad_a, grad_b, None, None, None, None, None
+
+
+def _rows(x: Tensor) -> int:
+    return x.numel() // x.shape[-1]
+
+
+def _in_one_launch(x: Tensor, a: Tensor, weight: NVFP4Weight, path: str) -> bool:
+    """Whether the fused kernel's first launch makes u as well: for short batches, where a launch of its own would cost.
+
+    Its FP32 sums have another order than a GEMM's, the same for every batch.
+    """
+    rows = _rows(x)
+    if rows == 0 or resolve_path(path, rows, weight, x.dtype, x.device) != "fused":
+        return False
+    from te_extensions.fused import adapter_refusal
+
+    return adapter_refusal(rows, a.shape[0]) is None
 
 
 def _down(x: Tensor, a: Tensor, scale: float) -> Tensor:
@@ -187,7 +215,15 @@ def _lora_linear(
     scale: float,
     path: str,
 ) -> Tensor:
-    return below_autograd(LINEAR_UPDATE, x, _down(x, a, scale), b, packed, block_scale, tensor_scale, path)
+    weight = packed_weight(packed, block_scale, tensor_scale)
+    if not _in_one_launch(x, a, weight, path):
+        return below_autograd(LINEAR_UPDATE, x, _down(x, a, scale), b, packed, block_scale, tensor_scale, path)
+    from te_extensions.fused import FusedAdapter, fused_linear
+
+    y = fused_linear(
+        x.reshape(-1, x.shape[-1]).contiguous(), weight, FusedAdapter(a.contiguous(), b.contiguous(), scale)
+    )
+    return shaped(y, (*x.shape[:-1], weight.shape[0]))
 
 
 def _fake_lora_linear(x: Tensor, a: Tensor, b: Tensor, packed: Tensor, *_: Any) -> Tensor:

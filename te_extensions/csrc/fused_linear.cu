@@ -30,7 +30,7 @@ struct Params {
   u32* flags;            // [CTAs][WGS], zero at start
   float factor;          // tensor scale * 2^8
   int m, n, k;
-  int m_tiles, units, n_tiles;  
+  int m_tiles, units, n_tiles;
   int lora_stages;
 };
 
@@ -443,6 +443,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
     fused_linear(const __grid_constant__ Maps maps, const __grid_constant__ Params p) {
   extern __shared__ u8 shared[];
   __shared__ alignas(8) u64 bars[2 * STAGES];
+  // All CTAs are resident. The next call packs its activations only after this one has ended, but then it stands ready, and
+  // its multiplication fills rings on SMs that become free.
+  next_kernel_may_start();
   const int tid = threadIdx.x;
   const u32 ring = (smem_address(shared) + 1023) & ~1023u;
   const u32 full = smem_address(bars), empty = full + STAGES * 8;

@@ -19,7 +19,7 @@ from benchmarks.kernels_paths import Contender
 from benchmarks.kernels_proof import NORM_BOUND, corrupted, decode, difference, random_weight
 from benchmarks.kernels_report import best_rows, table, targets
 from benchmarks.shapes import LAYERS, Layer, Slice, slice_of, slices
-from te_extensions import nvfp4_dequantize, nvfp4_linear
+from te_extensions import dispatch, nvfp4_dequantize, nvfp4_linear
 from te_extensions.dispatch import build_table
 
 SMALL = Options(layers=("32B.gate_up",), m=(1, 16), paths=("reference",), device="cpu", shrink=128)
@@ -219,16 +219,27 @@ def test_a_failing_yardstick_is_not_our_failure(tmp_path: Path, monkeypatch: pyt
 
 def test_lora_is_proved_and_its_cost_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass(frozen=True)
-    class Lora:
-        u: torch.Tensor
+    class Adapter:
+        a: torch.Tensor
         b: torch.Tensor
+        scale: float
 
-    def fused_linear(x: torch.Tensor, weight: Any, lora: Lora | None = None) -> torch.Tensor:
+    def fused_linear(x: torch.Tensor, weight: Any, lora: Adapter | None = None) -> torch.Tensor:
         y = x.float() @ nvfp4_dequantize(weight, torch.float32).t()
-        return (y if lora is None else y + lora.u.float() @ lora.b.float().t()).bfloat16()
+        if lora is None:
+            return y.bfloat16()
+        u = (lora.scale * x.float() @ lora.a.float().t()).bfloat16()
+        return (y + u.float() @ lora.b.float().t()).bfloat16()
 
     stub = types.ModuleType("te_extensions.fused")
-    stub.__dict__.update(fused_linear=fused_linear, FusedLora=Lora, fused_refusal=lambda m, weight, device: None)
+    stub.__dict__.update(
+        fused_linear=fused_linear,
+        FusedAdapter=Adapter,
+        FusedLora=None,
+        adapter_refusal=lambda rows, rank: None,
+        fused_refusal=lambda m, weight, device: None,
+    )
+    monkeypatch.setattr(dispatch, "refusal", lambda *_: None)
     monkeypatch.setitem(sys.modules, "te_extensions.fused", stub)
     options = replace(SMALL, layers=("32B.qkv", "32B.o"), paths=("fused",), m=(16,), lora=True)
     state = run(options, tmp_path)

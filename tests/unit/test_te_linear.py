@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import gc
+import sys
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from te_extensions import NVFP4Weight, nvfp4_dequantize, nvfp4_linear, nvfp4_linear_update
+from te_extensions import (
+    LoraPart,
+    LoraWeights,
+    NVFP4Weight,
+    nvfp4_dequantize,
+    nvfp4_linear,
+    nvfp4_linear_update,
+    nvfp4_lora_linear,
+)
 from te_extensions import dispatch as dispatch_module
 from te_extensions import workspace as workspace_module
 from tests.unit.test_kernels_reference import make_weight, reference
@@ -195,18 +205,43 @@ def test_misfits_are_named() -> None:
         nvfp4_linear_update(draw(2, K, seed=0), weight, draw(2, R, seed=0), draw(N, R, seed=0).bfloat16())
 
 
-def test_the_fused_path_gets_rows_and_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wiring only; tests/gpu runs the kernel."""
-    calls: list[tuple[tuple[int, ...], bool, tuple[int, ...] | None]] = []
+@dataclass(frozen=True)
+class Columns:
+    u: Tensor
+    b: Tensor
 
-    def fused_linear(x: Tensor, weight: NVFP4Weight, lora: SimpleNamespace | None = None) -> Tensor:
-        calls.append((tuple(x.shape), x.is_contiguous(), None if lora is None else tuple(lora.u.shape)))
+
+@dataclass(frozen=True)
+class Whole:
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+@pytest.fixture
+def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], bool, type | None]]:
+    """What the fused kernel is called with, a reference in its place: wiring only, tests/gpu runs the kernel."""
+    calls: list[tuple[tuple[int, ...], bool, type | None]] = []
+
+    def fused_linear(x: Tensor, weight: NVFP4Weight, lora: Columns | Whole | None = None) -> Tensor:
+        calls.append((tuple(x.shape), x.is_contiguous(), None if lora is None else type(lora)))
         y = x.double() @ reference(weight).t()
+        if isinstance(lora, Whole):
+            lora = Columns(lora.scale * x.double() @ lora.a.double().t(), lora.b)
         return (y if lora is None else y + lora.u.double() @ lora.b.double().t()).to(x.dtype)
 
-    fake = SimpleNamespace(fused_linear=fused_linear, FusedLora=lambda u, b: SimpleNamespace(u=u, b=b))
-    monkeypatch.setitem(__import__("sys").modules, "te_extensions.fused", fake)
+    fake = SimpleNamespace(
+        fused_linear=fused_linear,
+        FusedLora=Columns,
+        FusedAdapter=Whole,
+        adapter_refusal=lambda rows, rank: None if rows <= 4 else "too many rows",
+    )
+    monkeypatch.setitem(sys.modules, "te_extensions.fused", fake)
     monkeypatch.setattr(dispatch_module, "refusal", lambda *_: None)
+    return calls
+
+
+def test_the_fused_path_gets_rows_and_update(fused_calls: list[tuple[tuple[int, ...], bool, type | None]]) -> None:
     weight = make_weight()
     x = draw(2, 2 * K, 3, seed=1)[:, :K].transpose(1, 2).requires_grad_()
     y = nvfp4_linear(x, weight, path="fused")
@@ -214,6 +249,30 @@ def test_the_fused_path_gets_rows_and_update(monkeypatch: pytest.MonkeyPatch) ->
     u, b = draw(2, 3, R, seed=2), draw(N, R, seed=3)
     want = x.double() @ reference(weight).t() + u.double() @ b.double().t()
     torch.testing.assert_close(nvfp4_linear_update(x, weight, u, b, path="fused").double(), want, **TOLERANCE)
-    assert calls == [((6, K), True, None), ((6, K), True, (6, R))]
+    assert fused_calls == [((6, K), True, None), ((6, K), True, Columns)]
     (grad,) = torch.autograd.grad(y.sum(), x)
     torch.testing.assert_close(grad[0, 0].double(), reference(weight).sum(0), **TOLERANCE)
+
+
+@pytest.mark.parametrize(("rows", "how"), [(3, Whole), (6, Columns)])
+def test_a_short_batch_hands_the_whole_adapter_to_the_kernel(
+    rows: int, how: type, fused_calls: list[tuple[tuple[int, ...], bool, type | None]]
+) -> None:
+    """And its gradients are those of the composition, with and without gradients of x and A."""
+    weight, scale = make_weight(), 0.5
+    a0, b0, x0 = draw(R, K, seed=2), draw(N, R, seed=3), draw(1, rows, K, seed=1)
+    for needed in ((True, True, True), (False, False, True), (True, False, False), (False, True, True)):
+        x, a, b = (t.clone().requires_grad_(n) for t, n in zip((x0, a0, b0), needed, strict=True))
+        y = nvfp4_lora_linear(x, weight, LoraWeights(a, b, (LoraPart(N),), scale), path="fused")
+        xs, az, bs = (t.detach().double().requires_grad_(n) for t, n in zip((x0, a0, b0), needed, strict=True))
+        want = xs @ reference(weight).t() + scale * (xs @ az.t()) @ bs.t()
+        torch.testing.assert_close(y.double(), want, **TOLERANCE)
+        y.square().sum().backward()
+        want.square().sum().backward()
+        for mine, theirs in ((x, xs), (a, az), (b, bs)):
+            assert (mine.grad is None) == (theirs.grad is None)
+            if mine.grad is not None:
+                torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=1e-3)
+    with torch.no_grad():
+        nvfp4_lora_linear(x0, weight, LoraWeights(a0, b0, (LoraPart(N),), scale), path="fused")
+    assert fused_calls == [((rows, K), True, how)] * 5
