@@ -22,7 +22,7 @@ from te_extensions import (
     nvfp4_linear,
     rms_norm_noise,
 )
-from te_extensions.fused import ONE_PATH_TOKENS, FusedAdapter, FusedLora, fused_linear
+from te_extensions.fused import MOST_PROJECTED_TOKENS, FusedAdapter, FusedLora, fused_linear
 
 DEVICE = torch.device("cuda")
 
@@ -46,7 +46,7 @@ def fused() -> None:
             x = tokens(m, k)
             fused_linear(x, w)
             fused_linear(x, w, FusedLora(tokens(m, 32), tokens(n, 32)))
-            if m <= ONE_PATH_TOKENS:
+            if m <= MOST_PROJECTED_TOKENS:
                 fused_linear(x, w, FusedAdapter(tokens(48, k), tokens(n, 48), 0.5))
             torch.cuda.synchronize()
 

@@ -1,10 +1,10 @@
 """The fused NVFP4 linear on Hopper: decode in registers, multiply on the tensor cores, LoRA in the same launch.
 
-``csrc/fused_linear.cu`` tells how it works. Its variants differ in the number of tokens a tile. Up to 128 tokens they
-cut the work in the same places, so a row of y has the same bits for every M from 1 to 128 and whatever the other rows
-hold. From 129 to 256 tokens the cuts are others, again the same for every M. Above 256 tokens they depend on the number
-of token tiles, ceil(M / 256), and on the tile that a row is in, never on what other rows hold. Between these ranges a
-result may differ in its last bit.
+``csrc/fused_linear.cu`` tells how it works. Its variants differ in the number of tokens a tile. Up to 64 tokens they
+cut the work in the same places, so a row of y has the same bits for every M from 1 to 64 and whatever the other rows
+hold. From 65 to 128 and from 129 to 256 tokens the cuts may be others, again the same for every M. Above 256 tokens
+they depend on the number of token tiles, ceil(M / 256), and on the tile that a row is in, never on what other rows
+hold. Between these ranges a result may differ in its last bit.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ TILE_K = 128
 _SMEM_BYTES = 227 * 1024
 # Files of the kernel, in the order in which they are joined.
 _PARTS = ("ptx.cuh", "pack.cu", "fused_linear.cu")
-# Of pack_and_project, as csrc/project.cu has them: CTAs and threads that share some tokens, and how many those are.
-_PROJECT_CTAS, _PROJECT_WARPS = 8, 8
+_PROJECT_WARPS = 16  # of a CTA of pack_and_project, as csrc/project.cu has it
+_LONG_K = 8192
 _LARGEST_PROJECTED_RANK = 128
 # Tokens a tile. A batch takes the smallest that holds it, or several tiles of the largest.
 TOKEN_TILES = (8, 16, 32, 64, 96, 128, 192, 256)
-ONE_PATH_TOKENS = 128
-# Few rows of W, or few weights, and tiles of 128 rows balance better over the GPU than tiles of 256.
+# Up to here all batches are cut in the same places.
+ONE_PATH_TOKENS = 64
+MOST_PROJECTED_TOKENS = 128
+# Few weights, or many tokens and few rows of W: tiles of 128 rows balance better over the GPU than tiles of 256.
 _FEW_ROWS, _SMALL_WEIGHTS = 8192, 64 * 1024 * 1024
 
 
@@ -119,9 +121,9 @@ def variant_for(tokens: int, n: int, k: int) -> Variant:
     """The variant that serves a batch of ``tokens`` rows."""
     tile = next((t for t in TOKEN_TILES if t >= tokens), TOKEN_TILES[-1])
     boxes = k % 256 == 0
-    if tile > ONE_PATH_TOKENS or n <= _FEW_ROWS or n * k < _SMALL_WEIGHTS:
+    if tile > 128 or n * k < _SMALL_WEIGHTS or (tile > ONE_PATH_TOKENS and n <= _FEW_ROWS):
         return Variant(tile, 2, 1, 1, 1, (224, 56), boxes)
-    if tile > 64:
+    if tile > ONE_PATH_TOKENS:
         return Variant(tile, 2, 2, 2, 2, (224, 56), boxes)
     return Variant(tile, 4, 1, 2, 2, (104, 64), boxes)
 
@@ -140,11 +142,12 @@ def _wgmma(tokens: int) -> str:
     )
 
 
-def source(variant: Variant, projected_rank: int = 0) -> tuple[str, dict[str, str | int]]:
+def source(variant: Variant, projected_rank: int = 0, project_ctas: int = 8) -> tuple[str, dict[str, str | int]]:
     """(CUDA source, defines) of a variant.
 
     Args:
         projected_rank: R of ``pack_and_project``; 0 leaves that kernel out.
+        project_ctas: CTAs of its clusters.
     """
     folder = Path(__file__).parent / "csrc"
     parts = ("ptx.cuh", "pack.cu", "project.cu") if projected_rank else _PARTS
@@ -162,7 +165,7 @@ def source(variant: Variant, projected_rank: int = 0) -> tuple[str, dict[str, st
         "REGS_COPY": variant.registers[1],
     }
     if projected_rank:
-        defines["RANK"] = projected_rank
+        defines |= {"RANK": projected_rank, "PROJECT_CTAS": project_ctas}
     return text.replace("WGMMA_BODY", _wgmma(variant.tokens)), defines
 
 
@@ -207,15 +210,21 @@ def _load(variant: Variant, device_index: int) -> _Loaded:
 
 
 @cache
-def _load_project(variant: Variant, rank: int, device_index: int) -> Kernel:
-    text, defines = source(variant, rank)
+def _load_project(variant: Variant, rank: int, ctas: int, device_index: int) -> Kernel:
+    text, defines = source(variant, rank, ctas)
     cubin = compile_cubin(text, defines, ARCH)
     smem_bytes = _PROJECT_WARPS * _project_rows(variant) * (rank + 1) * 4
-    return Kernel(load_function(cubin, "pack_and_project", device_index), smem_bytes)
+    return Kernel(load_function(cubin, "pack_and_project", device_index), smem_bytes, large_clusters=ctas > 8)
 
 
 def _project_rows(variant: Variant) -> int:
+    """Tokens of a projecting cluster."""
     return min(16, variant.tokens)
+
+
+def _project_ctas(variant: Variant, k: int) -> int:
+    """CTAs of a cluster. A long K is worth the wait for a large one, unless many tokens need many of them."""
+    return 16 if k > _LONG_K and variant.tokens <= ONE_PATH_TOKENS else 8
 
 
 def fused_refusal(x_rows: int, weight: NVFP4Weight, device: torch.device) -> str | None:
@@ -241,8 +250,8 @@ def adapter_refusal(x_rows: int, rank: int) -> str | None:
     """Why no ``FusedAdapter`` of R = ``rank`` serves this many rows, or None."""
     if rank % 16 or not 16 <= rank <= _LARGEST_PROJECTED_RANK:
         return f"R = {rank} is not a multiple of 16 up to {_LARGEST_PROJECTED_RANK}"
-    if x_rows > ONE_PATH_TOKENS:
-        return f"M = {x_rows} is above {ONE_PATH_TOKENS}"
+    if x_rows > MOST_PROJECTED_TOKENS:
+        return f"M = {x_rows} is above {MOST_PROJECTED_TOKENS}"
     return None
 
 
@@ -324,9 +333,11 @@ def fused_linear(x: Tensor, weight: NVFP4Weight, lora: FusedLora | FusedAdapter 
     stream = torch.cuda.current_stream(x.device).cuda_stream
     counts = (m_tiles, k_tiles, lora_stages, flag_count)
     if isinstance(lora, FusedAdapter):
-        clusters = m_tiles * variant.tokens // _project_rows(variant)
-        _load_project(variant, rank, x.device.index).launch(
-            clusters * _PROJECT_CTAS,
+        packing = -(-max(m_tiles * variant.tokens * k_tiles * 4, flag_count) // (32 * _PROJECT_WARPS))
+        ctas = _project_ctas(variant, k)
+        clusters = m_tiles * variant.tokens // _project_rows(variant) + -(-packing // ctas)
+        _load_project(variant, rank, ctas, x.device.index).launch(
+            clusters * ctas,
             32 * _PROJECT_WARPS,
             stream,
             (x.data_ptr(), tiles, lora.a.data_ptr(), lora.scale, lora_tiles, flags, m, k, *counts),

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from te_extensions.dispatch import resolve_path
-from te_extensions.fused import ONE_PATH_TOKENS
+from te_extensions.fused import MOST_PROJECTED_TOKENS
 from te_extensions.linear import check_features, nvfp4_linear_update
 from te_extensions.ops import (
     LINEAR_DGRAD_UPDATE,
@@ -155,7 +155,7 @@ class _LoraLinear(torch.autograd.Function):
         ctx.frozen, ctx.scale = FrozenContext(packed, block_scale, tensor_scale, path), scale
         need_x, need_a, need_b, *_ = ctx.needs_input_grad
         base = (packed, block_scale, tensor_scale)
-        if _rows(x) <= ONE_PATH_TOKENS:
+        if _rows(x) <= MOST_PROJECTED_TOKENS:
             # The operator may make u inside its launch; a gradient of B makes it again.
             ctx.save_for_backward(x if need_a or need_b else None, a if need_x or need_b else None, b, None)
             return below_autograd(LORA_LINEAR, x, a, b, *base, scale, path)

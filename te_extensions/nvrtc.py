@@ -81,14 +81,18 @@ class Kernel:
 
     Args:
         dynamic_smem_bytes: shared memory of every launch; raised above 48 KB here once.
+        large_clusters: whether its clusters have more than the 8 CTAs that every GPU allows.
     """
 
-    def __init__(self, function: Any, dynamic_smem_bytes: int = 0) -> None:
+    def __init__(self, function: Any, dynamic_smem_bytes: int = 0, *, large_clusters: bool = False) -> None:
         driver, _ = _bindings()
         self._driver, self._function, self._smem = driver, function, dynamic_smem_bytes
         if dynamic_smem_bytes > 48 * 1024:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(driver.cuFuncSetAttribute(function, attribute, dynamic_smem_bytes), "cuFuncSetAttribute")
+        if large_clusters:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            _check(driver.cuFuncSetAttribute(function, attribute, 1), "cuFuncSetAttribute")
 
     def launch(
         self,

@@ -443,9 +443,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
     fused_linear(const __grid_constant__ Maps maps, const __grid_constant__ Params p) {
   extern __shared__ u8 shared[];
   __shared__ alignas(8) u64 bars[2 * STAGES];
-  // All CTAs are resident. The next call packs its activations only after this one has ended, but then it stands ready, and
-  // its multiplication fills rings on SMs that become free.
-  next_kernel_may_start();
   const int tid = threadIdx.x;
   const u32 ring = (smem_address(shared) + 1023) & ~1023u;
   const u32 full = smem_address(bars), empty = full + STAGES * 8;
