@@ -74,7 +74,7 @@ class Table:
     Attributes:
         device: name of the GPU measured, as CUDA reports it.
         measured: date of the measurement, or None while the rules are an estimate.
-        source: results file that the rules come from, relative to the repository.
+        source: results files that the rules come from, relative to the repository, with ", " between them.
         rules: in order; the last one covers everything.
     """
 
@@ -274,11 +274,26 @@ def build_table(results: Mapping[str, Any], source: str) -> Table:
     return Table(where["hardware"]["gpu"], where["date"][:10], source, (*rules, *_rules(_typical(times), None)))
 
 
-def rebuild(results_file: str) -> None:
-    """Write the table from a results file, whose path is relative to the repository, as the current folder is:
+def rebuild(*results_files: str) -> None:
+    """Write the table from results files, paths relative to the repository, as the current folder is:
     ``python -c "from te_extensions.dispatch import rebuild; rebuild('benchmarks/results/kernels_h200.json')"``.
     """
-    TABLE_FILE.write_text(build_table(json.loads(Path(results_file).read_text()), results_file).dumps())
+    TABLE_FILE.write_text(table_from_files(Path(), results_files).dumps())
+
+
+def table_from_files(root: Path, results_files: Iterable[str]) -> Table:
+    """The table that all rows of some results files give; the first file's date is the table's.
+
+    Raises:
+        ValueError: they were measured on different GPUs, or as ``build_table``.
+    """
+    names = list(results_files)
+    results = [json.loads((root / name).read_text()) for name in names]
+    devices = {one["environment"]["hardware"]["gpu"] for one in results}
+    if len(devices) != 1:
+        raise ValueError(f"{', '.join(names)}: measured on {', '.join(sorted(devices))}; a table is for one GPU")
+    rows = [row for one in results for row in one["rows"]]
+    return build_table({**results[0], "rows": rows}, ", ".join(names))
 
 
 def _typical(times: Mapping[tuple[int, int], Mapping[int, Mapping[str, float]]]) -> dict[int, dict[str, float]]:

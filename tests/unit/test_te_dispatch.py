@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from te_extensions import dispatch, nvfp4_linear
-from te_extensions.dispatch import ENVIRONMENT_VARIABLE, Rule, Table, build_table, choose_path, parse_table
+from te_extensions.dispatch import (
+    ENVIRONMENT_VARIABLE,
+    Rule,
+    Table,
+    build_table,
+    choose_path,
+    parse_table,
+    table_from_files,
+)
 from te_extensions.humming import humming_linear, humming_refusal
 from tests.unit.test_kernels_reference import make_weight
 
@@ -65,8 +73,7 @@ def test_the_committed_table_is_what_its_source_gives() -> None:
         # Until a GPU has been measured the rules are the stated estimate, and nothing else.
         assert table.rules == (Rule(0, None, 0, None, 1024, "fused"), ANY_DEQUANTIZE)
         return
-    results = json.loads((ROOT / table.source).read_text())
-    assert build_table(results, table.source) == table
+    assert table_from_files(ROOT, table.source.split(", ")) == table
 
 
 def test_environment_beats_the_table_and_an_argument_beats_both(on_h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +219,20 @@ def test_rebuild_writes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert parse_table((tmp_path / "table.json").read_text()) == build_table(
         results(curve_rows(list(CURVES))), str(source)
     )
+
+
+def test_a_table_from_several_files_has_the_rows_of_all(tmp_path: Path) -> None:
+    all_rows = curve_rows(list(CURVES))
+    for name, rows in (("a.json", all_rows[::2]), ("b.json", all_rows[1::2])):
+        (tmp_path / name).write_text(json.dumps(results(rows)))
+    table = table_from_files(tmp_path, ["a.json", "b.json"])
+    assert table.source == "a.json, b.json"
+    assert table.rules == build_table(results(all_rows), "r").rules
+    other = results(all_rows)
+    other["environment"]["hardware"]["gpu"] = "another"
+    (tmp_path / "c.json").write_text(json.dumps(other))
+    with pytest.raises(ValueError, match=r"a\.json, c\.json: measured on .*another"):
+        table_from_files(tmp_path, ["a.json", "c.json"])
 
 
 def test_results_that_compare_nothing_are_refused() -> None:
