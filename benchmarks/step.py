@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_qerl.config.schema import RunConfig
-    from megatron_qerl.models.policy import PolicyModel
+    from megatron_qerl.models.policy import PolicyChunks
     from megatron_qerl.noise.registry import NoiseRegistry
 
 ARMS = ("nvfp4", "bf16")
@@ -79,7 +79,7 @@ class Gauge:
         return (time.perf_counter() - start) * 1e3
 
 
-def static_bytes(model: PolicyModel, optimizer_bytes: int) -> dict[str, int]:
+def static_bytes(model: PolicyChunks, optimizer_bytes: int) -> dict[str, int]:
     """What stays allocated between steps, by kind."""
     from te_extensions.workspace import workspace_for
 
@@ -126,7 +126,7 @@ def run_arm(model_name: str, arm: str, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _measure(model: PolicyModel, registry: NoiseRegistry, config: RunConfig, settings: Settings) -> dict[str, Any]:
+def _measure(model: PolicyChunks, registry: NoiseRegistry, config: RunConfig, settings: Settings) -> dict[str, Any]:
     from megatron_qerl.trainer.optimizer import AdapterOptimizer
     from megatron_qerl.trainer.step import Trainer
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from megatron_qerl.config.schema import RunConfig
     from megatron_qerl.layers.kernels import NVFP4Weight
-    from megatron_qerl.models.policy import PolicyModel
+    from megatron_qerl.models.policy import PolicyChunks
     from megatron_qerl.trainer.batch import TrainingGroup
 
 _QWEN25 = {
@@ -83,7 +83,7 @@ def random_weight(rows: int, cols: int, generator: torch.Generator) -> NVFP4Weig
     return NVFP4Weight(packed, scale, 2.0**-8)
 
 
-def install_random(model: PolicyModel, arm: str, seed: int) -> None:
+def install_random(model: PolicyChunks, arm: str, seed: int) -> None:
     """Random base, embedding, head and adapters, the same numbers in every arm."""
     import torch
 

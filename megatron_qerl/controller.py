@@ -7,6 +7,7 @@ noise state -> publish policy -> prove noise -> collect groups -> advantages -> 
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +27,7 @@ from megatron_qerl.identity import data_hash, first_difference, settings_hash
 from megatron_qerl.metrics.memory import memory_values
 from megatron_qerl.metrics.phases import PhaseClock
 from megatron_qerl.metrics.sinks import SinkGroup, build_sinks
-from megatron_qerl.noise.proof import check_counts, check_engine, logprob_change, read_back
+from megatron_qerl.noise.proof import check_counts, check_engine, logprob_change, over_stages, read_back
 from megatron_qerl.parallel import setup
 from megatron_qerl.report.html import write_report
 from megatron_qerl.report.summary import (
@@ -39,11 +40,11 @@ from megatron_qerl.report.summary import (
 )
 from megatron_qerl.rewards.math import MathVerifier
 from megatron_qerl.rollout.collect import CollectedStep, Collector
+from megatron_qerl.rollout.replicas import Replicas, open_verifier
 from megatron_qerl.session import Session, open_session
 from megatron_qerl.trainer import checkpoint
-from megatron_qerl.trainer.batch import TrainingGroup, TrainingResponse, training_groups
+from megatron_qerl.trainer.batch import TrainingGroup, TrainingResponse, first_piece, training_groups
 from megatron_qerl.trainer.checkpoint import RunPosition
-from megatron_qerl.trainer.optimizer import AdapterOptimizer
 from megatron_qerl.trainer.step import StepStatistics, Trainer
 from megatron_qerl.types import Group, NoiseState, StepMetrics
 
@@ -68,27 +69,29 @@ def train(config: RunConfig, *, resume: bool) -> Path:
         FaultError: something failed on the way; the newest checkpoint stays usable.
     """
     try:
-        session = open_session(config)
-        with MathVerifier(config.reward, config.reward.workers) as verifier:
-            run = TrainingRun(session, verifier, resume=resume)
-            with run.sinks:
-                if run.position.step == 0:
-                    run.evaluate_policy("before")
-                while run.position.step < config.train.steps:
-                    step = run.position.step
-                    noise = session.registry.state(step, config.train.steps)
-                    run.clock.start_step()
-                    run.save_when_due()
-                    run.publish(noise)
-                    proof = run.prove_noise(noise)
-                    collected = run.collect()
-                    proof |= run.prove_engine(collected, noise)
-                    stats = run.update(collected, noise)
-                    run.finish_step(collected, stats, noise, proof)
-                run.save()
-                run.evaluate_policy("after")
-            run.write_results()
-            return run.run_dir
+        with setup.reported():
+            session = open_session(config)
+            with open_verifier(config.reward, session.ranks) as verifier:
+                run = TrainingRun(session, verifier, resume=resume)
+                with run.sinks or nullcontext():
+                    if run.position.step == 0:
+                        run.evaluate_policy("before")
+                    while run.position.step < config.train.steps:
+                        step = run.position.step
+                        noise = session.registry.state(step, config.train.steps)
+                        run.clock.start_step()
+                        run.save_when_due()
+                        run.publish(noise)
+                        proof = run.prove_noise(noise)
+                        collected = run.collect()
+                        proof |= run.prove_engine(collected, noise)
+                        stats = run.update(collected, noise)
+                        run.finish_step(collected, stats, noise, proof)
+                    run.save()
+                    run.evaluate_policy("after")
+                if session.ranks.first:
+                    run.write_results()
+                return run.run_dir
     finally:
         setup.shutdown()
 
@@ -96,22 +99,25 @@ def train(config: RunConfig, *, resume: bool) -> Path:
 class TrainingRun:
     """What is alive during a run, and the stages of a step.
 
+    Every rank takes every step: groups, statistics and decisions are the same on all. The first one writes.
+
     Args:
         session: the loaded policy.
-        verifier: judges answers.
+        verifier: judges answers; None on ranks that do not.
         resume: start from the newest checkpoint if there is one.
     """
 
-    def __init__(self, session: Session, verifier: MathVerifier, *, resume: bool) -> None:
+    def __init__(self, session: Session, verifier: MathVerifier | None, *, resume: bool) -> None:
         config = session.config
-        self.session, self.config, self.verifier = session, config, verifier
+        self.session, self.config, self.ranks = session, config, session.ranks
         self.run_dir = config.run.output_dir / config.run.name
-        _make_run_folder(self.run_dir)
+        if self.ranks.first:
+            _make_run_folder(self.run_dir)
         synchronize = torch.cuda.synchronize if session.parallel.device.type == "cuda" else None
         self.clock = PhaseClock(synchronize=synchronize)
         self.engine = session.engine()
-        total_updates = config.train.steps * config.train.minibatches_per_step
-        self.optimizer = AdapterOptimizer(session.model, config.optimizer, total_updates)
+        self.replicas = Replicas(self.engine, verifier, session.tokenizer, self.ranks)
+        self.optimizer = session.optimizer()
         self.trainer = Trainer(session.model, session.registry, self.optimizer, config)
         problems = load_dataset(config.data.train, config.run.seed)
         renderer = PromptRenderer(session.tokenizer, config.data, config.rollout.max_prompt_tokens)
@@ -119,20 +125,22 @@ class TrainingRun:
         self.eval_prompts = evaluation_prompts(session, config.eval.problems)
         self.data_hash = data_hash(prompts, self.eval_prompts)
         require_disjoint(problems, [p.problem for p in self.eval_prompts])
-        verifier.check_references([*problems, *(p.problem for p in self.eval_prompts)])
-        self.collector = Collector(self.engine, verifier, session.tokenizer, prompts, config)
+        self.ranks.same("the training and evaluation problems", self.data_hash)
+        if verifier is not None:
+            verifier.check_references([*problems, *(p.problem for p in self.eval_prompts)])
+        self.collector = Collector(self.replicas, prompts, config)
         answer = session.tokenizer.encode(problems[0].answer, add_special_tokens=False)
         probe = TrainingResponse((*answer, session.stop_token_ids[0]), (0.0,) * (len(answer) + 1), 0.0, 0)
         self.probe = [TrainingGroup(prompts[0].token_ids, (probe,))]
         self.position = self._start_position(resume)
         self.saved_step = self.position.step
         self.wall_before_s = dict(self.position.wall_s)
-        self.sinks = self._sinks(resume)
+        self.sinks = self._sinks(resume) if self.ranks.first else None
 
     # -- start ------------------------------------------------------------------------------------------------------
 
     def _start_position(self, resume: bool) -> RunPosition:
-        found = checkpoint.list_checkpoints(self.run_dir) if resume else []
+        found = self.ranks.broadcast(checkpoint.list_checkpoints(self.run_dir) if resume else [])
         fresh = RunPosition(
             step=0, updates=0, data_position=0, stream=0, metrics_lines=0, wall_s={}, tokens={},
             config_hash=settings_hash(self.config), data_hash=self.data_hash,
@@ -141,7 +149,8 @@ class TrainingRun:
                    "noise_modules": None},
         )  # fmt: skip
         if not found:
-            (self.run_dir / RESOLVED_CONFIG_FILENAME).write_text(resolved_yaml(self.config))
+            if self.ranks.first:
+                (self.run_dir / RESOLVED_CONFIG_FILENAME).write_text(resolved_yaml(self.config))
             return fresh
         folder = found[-1]
         stored = checkpoint.read_position(folder)
@@ -176,9 +185,10 @@ class TrainingRun:
     # -- stages of a step -------------------------------------------------------------------------------------------
 
     def publish(self, noise: NoiseState) -> None:
-        """Tell the engine which policy to be."""
+        """Tell the engine which policy to be. It is one policy: adapter, noise and base are compared between ranks."""
         with self.clock.phase("sync"):
             wanted = self.session.policy(self.position.updates, noise)
+            self.ranks.same("the policy to be sampled from", wanted)
             echoed = self.engine.publish(wanted)
             assert echoed == wanted, "the engine echoed another policy version"
 
@@ -188,7 +198,7 @@ class TrainingRun:
             return book.noise_values(noise, None, None)
         with self.clock.phase("noise"):
             with self.session.registry.applied(noise):
-                readback = read_back(self.session.registry, noise)
+                readback = over_stages(read_back(self.session.registry, noise), setup.pipeline_group())
             check_counts(readback.touched, len(self.session.registry.expected), noise)
             clean, noisy = self.trainer.probe(self.probe, None), self.trainer.probe(self.probe, noise)
             change = logprob_change(clean, noisy, noise)
@@ -201,18 +211,26 @@ class TrainingRun:
         return self.collector.collect(sampling, self.position.data_position, self.position.stream, self.clock)
 
     def prove_engine(self, collected: CollectedStep, noise: NoiseState) -> dict[str, float]:
-        """Score one group the engine generated, with and without the noise, and stop if it was drawn under another."""
+        """Score one group of each replica's engine with and without the noise; stop if it was drawn under another.
+
+        Reported are the slope farthest from 1 and the largest differences.
+        """
         if not noise.active:
             return {}
         with self.clock.phase("noise"):
-            group = training_groups([with_zero_advantages(g) for g in collected.generated[:1]])
-            comparison = self.trainer.measure_engine(group, noise)
-        check_engine(comparison, noise, ROUNDING[self.config.model.dtype])
-        self._check_parity(comparison.max_abs, comparison.mean_abs)
+            # Replica r began with group r. One micro-batch on each: experts need all ranks to make the same passes.
+            own = self.ranks.replica if self.ranks.replica < self.config.rollout.prompts_per_step else 0
+            group = training_groups([with_zero_advantages(collected.generated[own])])[0]
+            settings = self.config.train
+            piece = first_piece(group, settings.microbatch_tokens, share_prefix=settings.share_prompt_prefix)
+            measured = self.ranks.gather(self.trainer.measure_engine([piece], noise))
+        for comparison in measured:
+            check_engine(comparison, noise, ROUNDING[self.config.model.dtype])
+            self._check_parity(comparison.max_abs, comparison.mean_abs)
         return {
-            "noise/engine_slope": comparison.slope,
-            "parity/logprob_max_abs": comparison.max_abs,
-            "parity/logprob_mean_abs": comparison.mean_abs,
+            "noise/engine_slope": max((c.slope for c in measured), key=lambda slope: abs(slope - 1.0)),
+            "parity/logprob_max_abs": max(c.max_abs for c in measured),
+            "parity/logprob_mean_abs": max(c.mean_abs for c in measured),
         }
 
     def update(self, collected: CollectedStep, noise: NoiseState) -> StepStatistics:
@@ -238,6 +256,8 @@ class TrainingRun:
 
     def _keep_evidence(self, collected: CollectedStep) -> None:
         """Responses of a step that did not end in finite numbers, numbered as the error numbers them."""
+        if not self.ranks.first:
+            return
         responses = [
             {"response": i, "uid": g.prompt.problem.uid, "token_ids": r.completion.token_ids,
              "logprobs": r.completion.logprobs, "reward": r.reward, "text": r.text}
@@ -263,11 +283,9 @@ class TrainingRun:
         extra = self.position.extra
         filtered = self.config.algorithm.dynamic_sampling.enabled
         values = book.rollout_values(collected, filtered=filtered) | book.training_values(stats)
-        values |= noise_metrics | book.parity_values(stats) | self.session.memory() | memory_values()
+        values |= noise_metrics | book.parity_values(stats) | self._memory()
         if "parity/logprob_max_abs" in values:
             extra["parity_max"] = max(extra["parity_max"] or 0.0, values["parity/logprob_max_abs"])
-        values["memory/optimizer_bytes"] = float(self.optimizer.state_bytes)
-        values["memory/kv_cache_bytes"] = float(self.engine.kv_cache_peak_bytes)
         values["policy/adapter_version"] = float(self.position.updates)
         values["optimizer/updates"] = float(self.optimizer.updates)
         self.position = replace(
@@ -282,10 +300,19 @@ class TrainingRun:
         if due and step % due == 0 and step < self.config.train.steps:
             for record in self.evaluate_policy(f"step_{step:06d}", noise):
                 values |= metric_values(record)
-        append_samples(self.run_dir, book.sample_records(collected, step, SAMPLES_PER_STEP))
         policy = collected.generated[0].responses[0].completion.policy
         info = {"adapter_hash": policy.adapter_hash, "noise": asdict(noise)}
-        self.sinks.log(StepMetrics(step, values | self.clock.finish_step(), info))
+        times = self.clock.finish_step()
+        if self.sinks is not None:
+            append_samples(self.run_dir, book.sample_records(collected, step, SAMPLES_PER_STEP))
+            self.sinks.log(StepMetrics(step, values | times, info))
+
+    def _memory(self) -> dict[str, float]:
+        """Memory metrics: of each the largest over the ranks."""
+        own = self.session.memory() | memory_values()
+        own["memory/optimizer_bytes"] = float(self.optimizer.state_bytes)
+        own["memory/kv_cache_bytes"] = float(self.engine.kv_cache_peak_bytes)
+        return self.ranks.largest(own)
 
     def save_when_due(self) -> None:
         """Checkpoint the steps recorded so far; called at the start of a step, so that its time is in the record."""
@@ -299,7 +326,7 @@ class TrainingRun:
         with self.clock.phase("checkpoint"):
             self.position = replace(
                 self.position,
-                metrics_lines=self.sinks.record.checkpoint_position(),
+                metrics_lines=0 if self.sinks is None else self.sinks.record.checkpoint_position(),
                 wall_s=self._wall_s(),
                 adapter_hash=self.session.policy(self.position.updates, None).adapter_hash,
             )
@@ -323,8 +350,7 @@ class TrainingRun:
         with self.clock.phase("eval"):
             records = evaluate_modes(
                 self.session,
-                self.engine,
-                self.verifier,
+                self.replicas,
                 self.eval_prompts,
                 self.run_dir,
                 label=label,

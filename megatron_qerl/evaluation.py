@@ -15,9 +15,8 @@ from megatron_qerl.metrics.intervals import accuracy_interval
 from megatron_qerl.models.adapter_state import restore
 from megatron_qerl.parallel import setup
 from megatron_qerl.report.summary import Accuracy, EvalProblem, EvalRecord, write_eval
-from megatron_qerl.rewards.math import MathVerifier
-from megatron_qerl.rollout.collect import Verifier, score_groups
-from megatron_qerl.rollout.engine import GenerationRequest, RolloutEngine
+from megatron_qerl.rollout.engine import GenerationRequest
+from megatron_qerl.rollout.replicas import Replicas, open_verifier
 from megatron_qerl.session import Session, open_session
 from megatron_qerl.trainer.checkpoint import RunPosition, adapter_tensors, find, read_position
 from megatron_qerl.types import NoiseState, Outcome, Prompt
@@ -38,8 +37,7 @@ def evaluation_prompts(session: Session, limit: int | None) -> list[Prompt]:
 
 def evaluate(
     session: Session,
-    engine: RolloutEngine,
-    verifier: Verifier,
+    replicas: Replicas,
     prompts: Sequence[Prompt],
     *,
     label: str,
@@ -48,7 +46,7 @@ def evaluate(
     mode: EvalMode,
     noise: NoiseState | None = None,
 ) -> EvalRecord:
-    """Answer every prompt and judge the answers.
+    """Answer every prompt and judge the answers; the same record on every rank.
 
     Args:
         label: name of the record.
@@ -60,9 +58,8 @@ def evaluate(
     config = session.config
     samples = 1 if mode == "greedy" else config.eval.samples_per_problem
     sampling = session.sampling(config.run.seed + EVALUATION_SEED_OFFSET, 0.0 if mode == "greedy" else None)
-    engine.publish(session.policy(updates, noise))
-    requests = [GenerationRequest(p, samples, 0) for p in prompts]
-    groups = score_groups(prompts, engine.generate(requests, sampling), session.tokenizer, verifier)
+    replicas.engine.publish(session.policy(updates, noise))
+    groups = replicas.answer([GenerationRequest(p, samples, 0) for p in prompts], sampling)
     problems = tuple(
         EvalProblem(
             uid=g.prompt.problem.uid,
@@ -88,8 +85,7 @@ def evaluate(
 
 def evaluate_modes(
     session: Session,
-    engine: RolloutEngine,
-    verifier: Verifier,
+    replicas: Replicas,
     prompts: Sequence[Prompt],
     run_dir: Path,
     *,
@@ -110,8 +106,7 @@ def evaluate_modes(
         for state in (None,) if noise is None else (None, noise):
             record = evaluate(
                 session,
-                engine,
-                verifier,
+                replicas,
                 prompts,
                 label=f"{label}_{'noisy_' if state else ''}{mode}",
                 step=step,
@@ -119,7 +114,8 @@ def evaluate_modes(
                 mode=mode,
                 noise=state,
             )
-            write_eval(run_dir, record)
+            if replicas.ranks.first:
+                write_eval(run_dir, record)
             records.append(record)
     return records
 
@@ -173,28 +169,28 @@ def evaluate_run(
     folder = find(run_dir, checkpoint)
     position = read_position(folder)
     try:
-        session = open_session(config)
-        _check_identity(session, position, folder)
-        restore(session.model, session.shape, adapter_tensors(folder, position), folder)
-        engine = session.engine()
-        prompts = evaluation_prompts(session, problems if problems is not None else config.eval.problems)
-        require_disjoint(load_dataset(config.data.train, config.run.seed), [p.problem for p in prompts])
-        noise = _noise_of(session, position) if noisy else None
-        with MathVerifier(config.reward, config.reward.workers) as verifier:
-            verifier.check_references(p.problem for p in prompts)
-            records = evaluate_modes(
-                session,
-                engine,
-                verifier,
-                prompts,
-                run_dir,
-                # Apart from the records that training wrote, which the report reads as they were.
-                label=f"cli_{folder.name}_n{len(prompts)}",
-                step=position.step,
-                updates=position.updates,
-                modes=modes,
-                noise=noise,
-            )
+        with setup.reported():
+            session = open_session(config)
+            _check_identity(session, position, folder)
+            restore(session.model, session.shape, adapter_tensors(folder, position), folder)
+            prompts = evaluation_prompts(session, problems if problems is not None else config.eval.problems)
+            require_disjoint(load_dataset(config.data.train, config.run.seed), [p.problem for p in prompts])
+            noise = _noise_of(session, position) if noisy else None
+            with open_verifier(config.reward, session.ranks) as verifier:
+                if verifier is not None:
+                    verifier.check_references(p.problem for p in prompts)
+                records = evaluate_modes(
+                    session,
+                    Replicas(session.engine(), verifier, session.tokenizer, session.ranks),
+                    prompts,
+                    run_dir,
+                    # Apart from the records that training wrote, which the report reads as they were.
+                    label=f"cli_{folder.name}_n{len(prompts)}",
+                    step=position.step,
+                    updates=position.updates,
+                    modes=modes,
+                    noise=noise,
+                )
     finally:
         setup.shutdown()
     return {"run": str(run_dir), "checkpoint": folder.name, **accuracies(records)}

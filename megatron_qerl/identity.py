@@ -14,8 +14,8 @@ from typing import Any
 from megatron_qerl.config.schema import RunConfig
 from megatron_qerl.types import Prompt
 
-#: Keys that move results but do not change them.
-FREE_KEYS = ("run.output_dir", "run.threads", "metrics.", "checkpoint.")
+#: Keys that move results but do not change them, or by no more than the rounding of sums: any layout may resume.
+FREE_KEYS = ("run.output_dir", "run.threads", "metrics.", "checkpoint.", "parallel.")
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -16,15 +16,17 @@ from megatron_qerl.errors import CheckpointError, ConfigError
 from megatron_qerl.models.adapter_state import adapter_hash, collect
 from megatron_qerl.models.build import build_policy
 from megatron_qerl.models.load import initialize_adapters, load_base
-from megatron_qerl.models.policy import PolicyModel
-from megatron_qerl.models.shape import ModelShape, read_shape
+from megatron_qerl.models.policy import PolicyChunks
+from megatron_qerl.models.shape import ModelShape, check_experts, read_shape, router_input
 from megatron_qerl.models.walk import expected_norms, norms
 from megatron_qerl.noise.registry import NoiseRegistry
 from megatron_qerl.nvfp4.awq import read_folding
 from megatron_qerl.nvfp4.checkpoint import ModelFolder, read_json
 from megatron_qerl.nvfp4.manifest import verify_manifest
 from megatron_qerl.parallel import setup
+from megatron_qerl.parallel.ranks import Ranks
 from megatron_qerl.rollout.engine import RolloutEngine
+from megatron_qerl.trainer.optimizer import AdapterOptimizer
 from megatron_qerl.types import NoiseState, PolicyVersion, SamplingParams
 
 if TYPE_CHECKING:
@@ -44,11 +46,16 @@ class Session:
     parallel: setup.ParallelContext
     folder: ModelFolder
     shape: ModelShape
-    model: PolicyModel
+    model: PolicyChunks
     tokenizer: PreTrainedTokenizerBase
     registry: NoiseRegistry
     base_hash: str
     stop_token_ids: tuple[int, ...]
+
+    @property
+    def ranks(self) -> Ranks:
+        """All processes of the run."""
+        return self.parallel.ranks
 
     def engine(self) -> RolloutEngine:
         """The engine that ``rollout.engine`` names."""
@@ -56,6 +63,15 @@ class Session:
         from megatron_qerl.rollout.engines.embedded import EmbeddedEngine
 
         return EmbeddedEngine(self.model, self.registry, self.config.rollout.max_batch_size)
+
+    def optimizer(self) -> AdapterOptimizer:
+        """The run's optimizer; Megatron's distributed one where the config says so, or by default, several replicas."""
+        distributed = self.config.parallel.use_distributed_optimizer
+        if distributed is None:
+            distributed = self.parallel.data_size > 1
+        train = self.config.train
+        updates = train.steps * train.minibatches_per_step
+        return AdapterOptimizer(self.model, self.config.optimizer, updates, distributed=distributed)
 
     def sampling(self, seed: int, temperature: float | None = None) -> SamplingParams:
         """Sampling parameters of the run, at another temperature if given."""
@@ -70,7 +86,7 @@ class Session:
         )
 
     def policy(self, adapter_version: int, noise: NoiseState | None) -> PolicyVersion:
-        """The version of the policy as it stands now, hashed from the adapter's bytes."""
+        """The version of the policy as it stands now, hashed from the adapter's bytes. A collective of all ranks."""
         rollout = self.config.rollout
         return PolicyVersion(
             base_hash=self.base_hash,
@@ -84,7 +100,7 @@ class Session:
 
     def memory(self) -> dict[str, float]:
         """Bytes of the weights by kind, as metrics."""
-        frozen = [m.frozen for m in self.model.modules() if hasattr(m, "install")]
+        frozen: list[Any] = [m.frozen for m in self.model.modules() if hasattr(m, "install")]
         other = sum(p.numel() * p.element_size() for p in self.model.parameters() if not p.requires_grad)
         adapter = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         return {
@@ -95,7 +111,7 @@ class Session:
 
 
 def open_session(config: RunConfig) -> Session:
-    """Check the model folder, start the process groups, build and load the policy.
+    """Check the model folder, start the process groups, build and load the policy: on each rank its part of it.
 
     Raises:
         CheckpointError: the folder cannot be used.
@@ -107,7 +123,9 @@ def open_session(config: RunConfig) -> Session:
     folder = ModelFolder.open(config.model.path)
     shape = read_shape(folder.config, folder.path)
     _check_folder(folder, config)
+    check_experts(shape, config.parallel)
     context = setup.initialize(config.parallel, config.model.device, config.run.seed)
+    _check_tensors(folder, context.ranks)
     tokenizer = load_tokenizer(folder.path)
     model = build_policy(
         folder.config,
@@ -117,11 +135,17 @@ def open_session(config: RunConfig) -> Session:
         seed=config.run.seed,
         recompute=config.train.recompute,
         shares_prompts=config.train.share_prompt_prefix,
+        router_input=router_input(shape, config.noise),
     )
     load_base(model, shape, folder, resident=config.model.weight_cache == "resident")
     initialize_adapters(model, shape)
     registry = NoiseRegistry(
-        norms(model, shape), expected_norms(shape), config.noise, config.run.seed, folded=folded_norms(folder)
+        norms(model, shape),
+        expected_norms(shape),
+        config.noise,
+        config.run.seed,
+        complete=config.parallel.pipeline_model_parallel_size == 1,
+        folded=folded_norms(folder),
     )
     return Session(
         config=config,
@@ -137,7 +161,7 @@ def open_session(config: RunConfig) -> Session:
 
 
 def _check_folder(folder: ModelFolder, config: RunConfig) -> None:
-    """The bytes are the manifest's, the tokenizer belongs to them, and the model can take the lengths asked for."""
+    """The tokenizer belongs to the weights, and the model can take the lengths asked for."""
     folder.check_tokenizer()
     longest = folder.config.get("max_position_embeddings")
     if longest is not None and config.model.max_sequence_length > int(longest):
@@ -147,8 +171,25 @@ def _check_folder(folder: ModelFolder, config: RunConfig) -> None:
             f"exceeds the model's max_position_embeddings = {longest}",
             "lower it",
         )
+
+
+def _check_tensors(folder: ModelFolder, ranks: Ranks) -> None:
+    """Hash the folder's tensors, each rank a share of its machine's files, and compare with the manifest.
+
+    A rank reads a whole tensor only here, to hash it, and drops it at once.
+
+    Raises:
+        CheckpointError: a tensor is not the manifest's.
+        FaultError: the ranks' machines have different models.
+    """
+    index, count = ranks.neighbours()
+    own = {name: folder.tensor_hash(name) for name in folder.names()[index::count]}
+    for host, hashes in ranks.gather((ranks.host, own)):
+        if host == ranks.host:
+            folder.remember_hashes(hashes)
     if folder.manifest is not None:
         verify_manifest(folder)
+    ranks.same(f"the model in {folder.path}", folder.base_hash)
 
 
 _FOLDED_ROLES = {"qkv": "input", "gate_up": "post_attention"}

@@ -7,11 +7,15 @@ can follow, and a run must name one of them:
 mode           trainer's forward     ratio's denominator     weights     what it estimates
 =============  ====================  ======================  ==========  ==============================================
 replay         under the recorded z  recorded rollout        none        gradient of the noise-conditioned policy
-clean          without noise         trainer, clean, before  truncated   gradient of the clean policy; bias measurable
+clean          without noise         trainer, clean, before  bounded     gradient of the clean policy; bias measurable
                                      the update
 uncorrected    without noise         trainer, clean, before  none        neither; what the published code does
                                      the update
 =============  ====================  ======================  ==========  ==============================================
+
+On a policy small enough to enumerate (tests/unit/test_toy_estimators.py) ``replay``, and ``clean`` with unbounded
+weights by sequence, have no bias at all. ``uncorrected`` pulls the clean policy towards the noisy one even when no
+response is better than another: with equal advantages its gradient is that of KL(behaviour || clean).
 """
 
 from __future__ import annotations
@@ -34,9 +38,9 @@ class LikelihoodPlan:
         replay_noise: whether the trainer's forward applies the noise that was recorded with each response.
         denominator: whose log-probabilities divide in the ratio: those recorded by the engine ("rollout"), or the
             trainer's own, computed before the first update from this rollout ("trainer_old").
-        importance_weights: whether each token carries min(cap, exp(clean old - rollout)).
-        bias: of the first update's gradient as an estimate of the named policy's: "none"; "reduced" (weights correct
-            each token, but truncation and the uncorrected prefix distribution remain); "uncorrected".
+        importance_weights: whether tokens carry the weights of ``correction.importance_weights``.
+        bias: of the first update's gradient as an estimate of the named policy's: "none"; "reduced" (the bounds of the
+            weights, and with weights by token the prefixes drawn under noise, remain); "uncorrected".
         statement: one sentence for logs and reports.
     """
 
@@ -69,9 +73,9 @@ _PLANS: dict[LikelihoodMode, LikelihoodPlan] = {
         denominator="trainer_old",
         importance_weights=True,
         bias="reduced",
-        statement="Trains the clean policy from noisy samples: truncated importance weights correct each token for the "
-        "noise; truncation and prefixes drawn under noise leave a bias, against which the effective sample size and "
-        "the truncated share are logged.",
+        statement="Trains the clean policy from noisy samples: importance weights correct for the noise; their bounds, "
+        "and with weights by token the prefixes drawn under noise, leave a bias, against which the effective sample "
+        "size and the share of bounded weights are logged.",
     ),
     "uncorrected": LikelihoodPlan(
         mode="uncorrected",

@@ -38,8 +38,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def say_error(message: str) -> None:
-    """One line on stderr; line breaks inside the message become spaces."""
-    print(f"{PROGRAM}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    """One line on stderr; line breaks inside the message become spaces, and one of several ranks says which it is."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    who = f"{PROGRAM} (rank {os.environ.get('RANK', '0')})" if several else PROGRAM
+    print(f"{who}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 def quiet_megatron() -> None:

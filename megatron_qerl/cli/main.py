@@ -25,6 +25,7 @@ COMMANDS = {
     "train": ("megatron_qerl.cli.train", "train an adapter with reinforcement learning"),
     "eval": ("megatron_qerl.cli.evaluate", "measure a trained policy on held-out problems"),
     "export": ("megatron_qerl.cli.export", "write a run's adapter in PEFT format"),
+    "plan": ("megatron_qerl.cli.plan", "count the memory of a run on each GPU, before it is started"),
     "report": ("megatron_qerl.cli.report", "write a run's report as one HTML file"),
 }
 

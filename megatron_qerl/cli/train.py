@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from megatron_qerl.cli.common import claim_run_folder, is_first_process
 from megatron_qerl.cli.config_args import add_config_arguments, config_from_args
 
 if TYPE_CHECKING:
-    from megatron_qerl.config.schema import RunConfig
+    from megatron_qerl.config.schema import ParallelSection, RunConfig
 
 _DESCRIPTION = """\
 Train a LoRA adapter with reinforcement learning on a frozen NVFP4 base.
@@ -26,6 +27,9 @@ examples:
   megatron-qerl train configs/demo.yaml --dry-run
   megatron-qerl train configs/demo.yaml train.steps=50 optimizer.learning_rate=1e-4 run.name=longer
   megatron-qerl train configs/demo.yaml --resume
+
+on several ranks, here two that share each weight (the command's arguments stay the same on one machine or many):
+  torchrun --nproc-per-node 2 -m megatron_qerl.cli.main train configs/demo.yaml parallel.tensor_model_parallel_size=2
 """
 
 
@@ -75,6 +79,7 @@ def plan(config: RunConfig, *, resume: bool, overwrite: bool) -> Iterator[str]:
         source = str(dataset.path) if dataset.path is not None else f"generated, split {dataset.split}"
         missing = ", NOT FOUND here" if dataset.path is not None and not dataset.path.is_file() else ""
         yield f"{name} problems: {dataset.kind} ({source}{missing})"
+    yield f"ranks: {_layout(config.parallel)}"
     rollout, train = config.rollout, config.train
     per_step = rollout.prompts_per_step * rollout.group_size
     updates = train.steps * train.minibatches_per_step
@@ -89,6 +94,18 @@ def plan(config: RunConfig, *, resume: bool, overwrite: bool) -> Iterator[str]:
     yield f"checkpoints: every {config.checkpoint.interval_steps} steps, the newest {config.checkpoint.keep} are kept"
     when = f"every {config.eval.interval_steps} steps" if config.eval.interval_steps else "before and after training"
     yield f"evaluation: {when}, {' and '.join(config.eval.modes)}"
+
+
+def _layout(layout: ParallelSection) -> str:
+    """Sizes above one, and what the number of processes must be."""
+    sizes = {
+        "tensor": layout.tensor_model_parallel_size,
+        "pipeline": layout.pipeline_model_parallel_size,
+        "context": layout.context_parallel_size,
+    }
+    copy = math.prod(sizes.values())
+    named = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    return f"{copy} a copy of the policy ({named}), a multiple of it in all" if named else "one copy of the policy each"
 
 
 def _noise_plan(config: RunConfig) -> Iterator[str]:

@@ -10,24 +10,16 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
-from megatron_qerl.types import LikelihoodMode, NoiseScope
-
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0.0)]
-NonNegativeFloat = Annotated[float, Field(ge=0.0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+from megatron_qerl.config.algorithm import AlgorithmSection, DynamicSamplingSection, OverlongSection
+from megatron_qerl.config.noise import NOISE_ROLES, NoiseSection
+from megatron_qerl.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-NOISE_ROLES = ("input", "post_attention", "final", "q_norm", "k_norm")
 
-
-class Section(BaseModel):
-    """Base of all sections: immutable, strict about keys and about types."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+# Importable from here; their definitions have files of their own.
+__all__ = ["NOISE_ROLES", "AlgorithmSection", "DynamicSamplingSection", "NoiseSection", "OverlongSection", "Section"]
 
 
 class RunSection(Section):
@@ -68,6 +60,11 @@ class LoraSection(Section):
     rank: PositiveInt = 32
     alpha: PositiveFloat = 32.0
     targets: tuple[str, ...] = Field(default=LORA_TARGETS, min_length=1)
+    expert_mode: Literal["per_expert", "shared_outer", "none"] = Field(
+        default="per_expert",
+        description="mixture of experts: own factors for each expert; or gate's and up's A and down's B shared by all; "
+        "or no adapters on experts",
+    )
 
     @model_validator(mode="after")
     def _known_targets(self) -> Self:
@@ -87,46 +84,28 @@ class ParallelSection(Section):
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
     context_parallel_size: PositiveInt = 1
     expert_model_parallel_size: PositiveInt = 1
-    expert_tensor_parallel_size: PositiveInt | None = None
-    sequence_parallel: bool = False
-
-
-class NoiseSection(Section):
-    """Adaptive quantization noise on the RMSNorm scales (paper section 3.3, algorithm 1)."""
-
-    enabled: bool = True
-    schedule: Literal["exponential", "constant"] = "exponential"
-    sigma_start: NonNegativeFloat = Field(default=1e-2, description="sigma of stage 1 (paper table 4: 1e-2)")
-    sigma_end: NonNegativeFloat = Field(
-        default=5e-4, description="exponential: sigma of the last stage (paper table 4: 5e-4)"
+    expert_tensor_parallel_size: PositiveInt | None = Field(
+        default=None, description="splits each expert's width; null: as tensor_model_parallel_size"
     )
-    stages: PositiveInt = Field(default=10, description="K, counting the noise-free stage 0")
-    scope: NoiseScope = "rollout"
-    application: Literal["replace", "accumulate"] = "replace"
-    roles: tuple[Literal["input", "post_attention", "final", "q_norm", "k_norm"], ...] = ("input", "post_attention")
-    source: str = Field(default="", description="which published setting the sigmas come from")
+    token_dispatcher: Literal["alltoall", "allgather"] = Field(
+        default="alltoall", description="how tokens reach their experts"
+    )
+    sequence_parallel: bool = False
+    use_distributed_optimizer: bool | None = Field(
+        default=None,
+        description="spread optimizer states over the data-parallel ranks; null: where there are several",
+    )
+    timeout_minutes: PositiveInt = Field(
+        default=30, description="a rank that waits longer for another gives up; must exceed the longest rollout"
+    )
 
     @model_validator(mode="after")
-    def _schedule_is_defined(self) -> Self:
-        if not self.enabled:
-            return self
-        if not self.roles:
-            raise ValueError("noise.roles is empty although noise.enabled is true; list roles or set enabled: false")
-        if len(set(self.roles)) != len(self.roles):
-            raise ValueError("a noise role is listed twice")
-        if self.stages < 2 or self.sigma_start == 0.0:
+    def _sequences_need_tensors(self) -> Self:
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError(
-                f"stages = {self.stages}, sigma_start = {self.sigma_start} would never add noise (stage 0 has none); "
-                "use stages >= 2 and sigma_start > 0, or set enabled: false"
+                "sequence_parallel splits what tensor parallelism leaves whole, so it needs "
+                "tensor_model_parallel_size > 1; raise that or set sequence_parallel: false"
             )
-        if self.schedule == "exponential":
-            if self.sigma_end == 0.0:
-                raise ValueError(
-                    "an exponential schedule needs sigma_start > 0 and sigma_end > 0; "
-                    "for no noise set noise.enabled: false, for one value use schedule: constant"
-                )
-            if self.stages == 2 and self.sigma_start != self.sigma_end:
-                raise ValueError("two stages have one noisy stage, which cannot hit two sigmas; use stages >= 3")
         return self
 
 
@@ -198,52 +177,6 @@ class RewardSection(Section):
             raise ValueError(
                 f"correct_score = {self.correct_score} must exceed wrong_score = {self.wrong_score}; "
                 "otherwise no group carries a signal, or the wrong one"
-            )
-        return self
-
-
-class DynamicSamplingSection(Section):
-    """DAPO's dynamic sampling: groups without spread of the raw score are dropped and refilled."""
-
-    enabled: bool = False
-    max_refills: NonNegativeInt = Field(default=3, description="extra rounds of generation at most, per step")
-
-
-class OverlongSection(Section):
-    """DAPO's soft overlong punishment: a linear penalty over the last ``buffer_tokens`` before max_new_tokens."""
-
-    enabled: bool = False
-    buffer_tokens: PositiveInt = 256
-    penalty: NonNegativeFloat = 1.0
-
-
-class AlgorithmSection(Section):
-    """The objective. ``likelihood`` has no default: it decides which policy is trained."""
-
-    name: Literal["grpo", "dapo"]
-    likelihood: LikelihoodMode = Field(
-        description="replay: the noise-conditioned policy; clean: the clean policy, importance-corrected; "
-        "uncorrected: the published code's biased ratio"
-    )
-    ratio_clip_low: PositiveFloat = 0.2
-    ratio_clip_high: PositiveFloat = 0.28
-    loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    advantage_epsilon: PositiveFloat = 1e-6
-    importance_weight_cap: PositiveFloat = Field(default=2.0, description="clean: truncation of each token's weight")
-    dynamic_sampling: DynamicSamplingSection = DynamicSamplingSection()
-    overlong: OverlongSection = OverlongSection()
-
-    @model_validator(mode="after")
-    def _name_is_true(self) -> Self:
-        # The name goes into reports, so it must not claim what the settings do not do.
-        if self.name == "dapo" and self.loss_aggregation != "token_mean":
-            raise ValueError(
-                f"loss_aggregation = {self.loss_aggregation} is not DAPO's (token_mean); "
-                "set loss_aggregation: token_mean or name: grpo"
-            )
-        if self.name == "grpo" and (self.dynamic_sampling.enabled or self.overlong.enabled):
-            raise ValueError(
-                "dynamic_sampling and overlong belong to DAPO; set name: dapo, or disable both under name: grpo"
             )
         return self
 
@@ -333,6 +266,25 @@ class RunConfig(Section):
     metrics: MetricsSection = MetricsSection()
 
     @model_validator(mode="after")
+    def _every_key_has_a_reader(self) -> Self:
+        # What the algorithms can compute and the trainer does not ask for yet. A line goes when it is wired.
+        algorithm, noise = self.algorithm, self.noise
+        for key, value, only in (
+            ("algorithm.advantage", algorithm.advantage, "mean_std"),
+            ("algorithm.ratio_level", algorithm.ratio_level, "token"),
+            ("algorithm.surrogate", algorithm.surrogate, "clipped_ratio"),
+            ("algorithm.loss_aggregation", algorithm.loss_aggregation == "constant", False),
+            ("algorithm.importance_correction", algorithm.importance_correction, "token_truncate"),
+            ("algorithm.kl_coefficient", algorithm.kl_coefficient, 0.0),
+            ("algorithm.entropy_coefficient", algorithm.entropy_coefficient, 0.0),
+            ("noise.budget", noise.budget, "absolute"),
+            ("noise.feedback.enabled", noise.feedback.enabled, False),
+        ):
+            if value != only:
+                raise ValueError(f"{key} = {value} is not available in this version; use {str(only).lower()}")
+        return self
+
+    @model_validator(mode="after")
     def _numbers_would_be_right(self) -> Self:
         rollout, algorithm, noise = self.rollout, self.algorithm, self.noise
         if algorithm.likelihood == "clean" and (rollout.top_p < 1.0 or rollout.top_k > 0):
@@ -365,7 +317,7 @@ class RunConfig(Section):
                 f"algorithm.overlong.buffer_tokens = {overlong.buffer_tokens} must be smaller than "
                 f"rollout.max_new_tokens = {rollout.max_new_tokens}"
             )
-        if noise.enabled and noise.schedule == "exponential" and self.train.steps < noise.stages:
+        if noise.enabled and noise.schedule != "constant" and self.train.steps < noise.stages:
             raise ValueError(
                 f"noise.stages = {noise.stages} needs at least as many steps, train.steps = {self.train.steps}; "
                 "some stages would never run. Lower noise.stages or raise train.steps"

@@ -6,6 +6,10 @@ head-major, so that a decode step touches only the new token. Both plug in throu
 On a GPU no mask of the whole pack is ever made. Each prompt, or each whole sequence where prompts are not shared, is
 one causal call, which flash attention takes; the responses of a group are one call with a mask [L, P + L], which the
 memory-efficient kernel takes. ``attention_te`` computes plain packs in one call for all sequences.
+
+Under context parallelism a rank has its own queries and gathers everybody's keys and values, once a layer; the backward
+of the gathering sums what the ranks found for each key. Each run of neighbouring queries is one call with a mask of its
+own size. That serves CPUs and shared prompts; long plain packs on GPUs belong to ``attention_te``.
 """
 
 from __future__ import annotations
@@ -14,14 +18,17 @@ import math
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_qerl.layers.pack_shard import ContextView
 from megatron_qerl.layers.packing import PackedGroups, Segment
 
 
@@ -113,7 +120,7 @@ class SdpaCoreAttention(nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        assert config.context_parallel_size == 1, "context parallelism needs Transformer Engine's attention"
+        self.context_group = pg_collection.cp if pg_collection else parallel_state.get_context_parallel_group()
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -130,7 +137,7 @@ class SdpaCoreAttention(nn.Module):
         """Attend.
 
         Args:
-            query: packed [T, n_q, D], otherwise [s, B, n_q, D].
+            query: packed [T, n_q, D], otherwise [s, B, n_q, D]. A pack split over ranks comes as this rank's rows.
             key, value: packed [T, n_kv, D], otherwise [S, B, n_kv, D].
             attention_mask: bool [B, 1, s, S], True where a query must NOT look (Megatron's convention); None is causal.
 
@@ -138,6 +145,8 @@ class SdpaCoreAttention(nn.Module):
             Packed [T, n_q * D], otherwise [s, B, n_q * D].
         """
         assert attention_bias is None, "attention bias is not supported"
+        if packed_seq_params is not None and packed_seq_params.context is not None:
+            return self._across_ranks(query, key, value, packed_seq_params.context)
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
@@ -160,6 +169,22 @@ class SdpaCoreAttention(nn.Module):
         rows = torch.cat([r for r, _ in pieces])
         out = torch.index_copy(out, 0, rows, torch.cat([o for _, o in pieces]))
         return out.reshape(query.shape[0], -1)
+
+    def _across_ranks(self, query: Tensor, key: Tensor, value: Tensor, view: ContextView) -> Tensor:
+        """This rank's queries against the keys and values of the whole pack."""
+        both = torch.cat((key, value), dim=-1)
+        # Forward gathers, backward reduce-scatters: each rank's loss is of other tokens, so key gradients add up.
+        both = gather_from_sequence_parallel_region(both, group=self.context_group).index_select(0, view.order)
+        keys, values = both.split(key.shape[-1], dim=-1)
+        outputs = []
+        for run in view.queries:
+            q = query[run.rows].transpose(0, 1)[None]
+            k, v = (torch.cat([t[r] for r in run.keys]).transpose(0, 1)[None] for t in (keys, values))
+            rows, columns = q.shape[2], k.shape[2]
+            seen = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril(columns - rows)
+            out = attend(q, k, v, attn_mask=seen, scale=self.scale, enable_gqa=True)
+            outputs.append(out[0].transpose(0, 1))
+        return torch.cat(outputs).reshape(query.shape[0], -1)
 
     def _segment(self, query: Tensor, key: Tensor, value: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
         """Rows of one segment and their attention output [rows, n_q, D]."""

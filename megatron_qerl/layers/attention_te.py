@@ -4,6 +4,9 @@ It knows sequences by their boundaries (``cu_seqlens``) and nothing else, so eac
 ``train.share_prompt_prefix: false``. What has no boundaries, generation with a key-value cache and batches under a
 mask, goes to SDPA, whose results differ in rounding only.
 
+Under context parallelism it takes this rank's two chunks of each sequence, as ``pack_shard`` cuts them, and the
+boundaries of the padded whole; ``cp_comm_type`` of Megatron's config says how keys and values travel (p2p by default).
+
 Its backward sums the query's gradient in no fixed order unless NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 is set; a resumed run
 is bit-equal only with that.
 
@@ -72,7 +75,8 @@ class TEPackedAttention(nn.Module):
         if packed_seq_params is None:
             result: Tensor = self.unpacked(query, key, value, attention_mask, attention_bias=attention_bias)
             return result
-        if any(segment.gather is not None for segment in packed_seq_params.segments):
+        context = packed_seq_params.context
+        if any(s.gather is not None for s in packed_seq_params.segments) or (context and context.shares_prompts):
             raise FaultError(
                 "attention by Transformer Engine",
                 "was given a pack whose responses share a prompt, which it cannot express",

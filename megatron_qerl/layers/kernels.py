@@ -9,20 +9,24 @@ from te_extensions import (
     head_logits,
     linear_logprob,
     nvfp4_dequantize,
+    nvfp4_grouped_linear,
     nvfp4_linear,
     nvfp4_materialize,
     rms_norm_noise,
     rows_linear,
 )
 from te_extensions.linear import nvfp4_linear_update
+from te_extensions.logprob import default_chunk_rows
 from te_extensions.ops import multiply_transposed as nvfp4_input_gradient
 
 __all__ = [
     "HeadShard",
     "NVFP4Weight",
+    "default_chunk_rows",
     "head_logits",
     "linear_logprob",
     "nvfp4_dequantize",
+    "nvfp4_grouped_linear",
     "nvfp4_input_gradient",
     "nvfp4_linear",
     "nvfp4_linear_update",

@@ -15,6 +15,7 @@ marked ``sequence_parallel``, which makes Megatron sum its gradient over the ten
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,16 +37,58 @@ from megatron_qerl.rng import Domain, name_word, stream, stream_key, uniform
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """What every adapter of a model shares."""
+    """What every adapter of a model shares.
+
+    Attributes:
+        rank, alpha: r and alpha.
+        targets: Hugging Face projections that get an adapter.
+        seed: of the initial A.
+        expert_mode: how the adapters of experts are formed (``layers/expert_lora.py``).
+    """
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
     seed: int
+    expert_mode: Literal["per_expert", "shared_outer", "none"] = "per_expert"
+
+    @property
+    def shared_outer(self) -> bool:
+        """Whether experts share the factor on the side of the hidden state."""
+        return self.expert_mode == "shared_outer"
 
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+
+Kind = Literal["lora_A", "lora_B"]
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One projection's A [r, K] or B [N, r], as PEFT holds it, inside a parameter of this rank.
+
+    Attributes:
+        path: the projection's Hugging Face module path, the same on every layout.
+        kind: which of the two.
+        parameter: where this rank keeps it, and maybe others beside it.
+        index: its place there; ``parameter[index]`` is a [r, K'] or [N', r] view.
+        sharded_dim: dimension that ``group`` splits, or None if every rank of it holds the whole factor.
+    """
+
+    path: str
+    kind: Kind
+    parameter: nn.Parameter
+    index: tuple[int | slice, ...]
+    sharded_dim: int | None
+    group: torch.distributed.ProcessGroup
+    spec: LoraSpec
+
+    @property
+    def name(self) -> str:
+        """Canonical name of the whole factor."""
+        return f"{self.path}.{self.kind}"
 
 
 def initial_a(spec: LoraSpec, name: str, in_features: int) -> Tensor:
@@ -101,6 +144,15 @@ class LoraAdapter(nn.Module):
         a = dict(zip(self.names, self.lora_A.split(self.spec.rank), strict=True))
         b = dict(zip(self.names, self.lora_B.split(list(self.rows.values())), strict=True))
         return {name: (a[name], b[name]) for name in self.names}
+
+    def factors(self, projection: str, path: str) -> Iterator[Factor]:
+        """Both factors of one projection, whose Hugging Face module is ``path``."""
+        index, rank = self.names.index(projection), self.spec.rank
+        begin = sum(self.rows[name] for name in self.names[:index])
+        a, b = slice(index * rank, (index + 1) * rank), slice(begin, begin + self.rows[projection])
+        column = self.mode == "column"
+        yield Factor(path, "lora_A", self.lora_A, (a,), None if column else 1, self.group, self.spec)
+        yield Factor(path, "lora_B", self.lora_B, (b,), 0 if column else None, self.group, self.spec)
 
     def low_rank(self, x: Tensor) -> Tensor:
         """u = s A x, [s, b, K] -> [s_full or s, b, P r], summed or gathered over the tensor-parallel ranks.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -30,6 +31,7 @@ class Segment:
         valid: int64 [n], positions in the flattened [G * L] that are real.
         rows: int64 [n], rows of those positions in the pack, in the same order.
         mask: bool [L, P + L], True where a response token may look: all of the prompt, itself and earlier.
+        responses: (begin, end) rows of each response that shares the prompt and has any.
     """
 
     begin: int
@@ -38,13 +40,24 @@ class Segment:
     valid: Tensor | None = None
     rows: Tensor | None = None
     mask: Tensor | None = None
+    responses: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass
 class PackedGroups(PackedSeqParams):  # type: ignore[misc]
-    """Megatron's packed-sequence parameters with the tree structure added."""
+    """Megatron's packed-sequence parameters with the tree structure added.
+
+    Attributes:
+        segments: of the pack; none where ``context`` takes their place.
+        context: the ``pack_shard.ContextView`` of a pack whose rows are spread over context-parallel ranks.
+        routing: experts that each row must go to (``routing.RoutingRecord``); None leaves them to the routers.
+        shard: what ``pack_shard.shard_pack`` found for this rank, kept for the next forward of the same pack.
+    """
 
     segments: tuple[Segment, ...] = field(default=())
+    context: Any = None
+    routing: Any = None
+    shard: Any = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -89,6 +102,7 @@ def _segment(begin: int, prompt_tokens: int, lengths: Sequence[int], device: tor
         valid.to(device),
         gather.reshape(-1)[valid].to(device),
         mask.to(device),
+        tuple((s, s + n) for s, n in zip(starts.tolist(), lengths, strict=True) if n),
     )
     return segment, end + sum(lengths)
 
@@ -98,15 +112,12 @@ def pack(
     device: torch.device,
     *,
     share_prefix: bool,
-    multiple: int = 1,
 ) -> PackedTokens:
     """Pack (prompt, responses) groups into one sequence.
 
     Args:
         groups: token ids of each prompt and of its responses; no response may be empty.
         share_prefix: False repeats the prompt before every response, for attention kernels that know only sequences.
-        multiple: the pack's length is padded to a multiple of it, which sequence parallelism needs. The padding is a
-            sequence of its own at the end, which nothing looks at and nothing scores.
     """
     if not share_prefix:
         groups = [(prompt, [response]) for prompt, responses in groups for response in responses]
@@ -131,11 +142,6 @@ def pack(
             positions.extend(range(size, size + len(response) - 1))
             logit_rows.extend([begin + size - 1, *range(start, start + len(response) - 1)])
             targets.extend(response)
-        boundaries.append(len(tokens))
-    if padding := -len(tokens) % multiple:
-        segments.append(Segment(len(tokens), len(tokens) + padding))
-        tokens.extend([0] * padding)
-        positions.extend(range(padding))
         boundaries.append(len(tokens))
     cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=device)
     longest = max(b - a for a, b in itertools.pairwise(boundaries))

@@ -24,9 +24,12 @@ from megatron.core.models.backends import BackendSpecProvider
 from megatron_qerl.errors import BackendUnavailableError, ConfigError, UserError
 from megatron_qerl.layers.attention import SdpaCoreAttention
 from megatron_qerl.layers.attention_te import TEPackedAttention
+from megatron_qerl.layers.experts import FrozenExperts
 from megatron_qerl.layers.linear import FrozenColumnParallelLinear, FrozenRowParallelLinear
 from megatron_qerl.layers.lora import LoraSpec
 from megatron_qerl.layers.norm import NoiseRMSNorm
+from megatron_qerl.layers.router import FrozenRouter
+from megatron_qerl.layers.routing import RoutingContext
 
 logger = logging.getLogger(__name__)
 
@@ -142,18 +145,17 @@ class FrozenNVFP4SpecProvider(BackendSpecProvider):  # type: ignore[misc]
         """Core attention of packed and of cached sequences."""
         return TEPackedAttention if self.attention == "transformer_engine" else SdpaCoreAttention
 
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
-        """Experts.
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Callable[..., FrozenExperts]:
+        """Experts, called as Megatron's ``ExpertsBuilder``: (local experts, config, pg_collection=..., name=...).
 
-        Raises:
-            ConfigError: always; frozen experts are not built.
+        Args:
+            moe_use_grouped_gemm: makes no difference; whether products are grouped is decided a product at a time.
         """
-        raise ConfigError(
-            "num_experts",
-            "set",
-            "mixture-of-experts layers with a frozen NVFP4 base are not available in this version",
-            "use a dense model",
-        )
+        return partial(FrozenExperts, lora=self.lora)
+
+    def router(self, context: RoutingContext) -> Callable[..., FrozenRouter]:
+        """The router of a mixture of experts."""
+        return partial(FrozenRouter, context=context)
 
     def activation_func(self) -> None:
         """Megatron's own."""

@@ -1,7 +1,8 @@
 """The module spec: which class sits where in Megatron's HybridModel.
 
-A dense transformer block is two hybrid layers, attention (``*``) and MLP (``-``). Nothing is patched into a live
-model; every class of ours arrives through this spec, and this spec takes them from the ``provider``.
+A transformer block is two hybrid layers, attention (``*``) and an MLP (``-``) or a mixture of experts (``E``). Nothing
+is patched into a live model; every class of ours arrives through this spec, and this spec takes them from the
+``provider``.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from megatron_qerl.layers.attention import CachedSelfAttention
 from megatron_qerl.layers.mlp import FrozenMLP
+from megatron_qerl.layers.moe import FrozenMoELayer, RoutedLayer, RouterInput
 from megatron_qerl.layers.norm import NoiseRMSNorm
 from megatron_qerl.layers.offload import CheckpointOffload
 from megatron_qerl.layers.provider import FrozenNVFP4SpecProvider
+from megatron_qerl.layers.routing import RoutingContext
 
 
 class NoiseNormStack(HybridStack):  # type: ignore[misc]
@@ -62,14 +66,21 @@ class NoiseNormStack(HybridStack):  # type: ignore[misc]
 
 
 def frozen_stack_spec(
-    provider: FrozenNVFP4SpecProvider, *, qk_norm: bool, offload_checkpoints: bool = False
+    provider: FrozenNVFP4SpecProvider,
+    *,
+    qk_norm: bool,
+    offload_checkpoints: bool = False,
+    routing: RoutingContext | None = None,
+    router_input: RouterInput = "noisy",
 ) -> ModuleSpec:
-    """Spec of a dense decoder of the provider's layers.
+    """Spec of a decoder of the provider's layers.
 
     Args:
         provider: which class sits where.
         qk_norm: whether queries and keys are normalised a head (Qwen3).
         offload_checkpoints: keep recomputation checkpoints in host memory.
+        routing: what the routers of a mixture of experts share.
+        router_input: whether they see the norm with its noise.
     """
     norm = provider.layer_norm(rms_norm=True)
     head_norm = provider.layer_norm(rms_norm=True, for_qk=True) if qk_norm else None
@@ -90,6 +101,21 @@ def frozen_stack_spec(
             linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear()
         ),
     )
+    experts = ModuleSpec(
+        module=RoutedLayer,
+        params={"router_input": router_input},
+        submodules=TransformerLayerSubmodules(
+            pre_mlp_layernorm=norm,
+            mlp=partial(
+                FrozenMoELayer,
+                submodules=MoESubmodules(
+                    experts=provider.grouped_mlp_modules(moe_use_grouped_gemm=True),
+                    router=provider.router(routing or RoutingContext()),
+                ),
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
     return ModuleSpec(
         module=NoiseNormStack,
         params={"offload_checkpoints": offload_checkpoints},
@@ -104,5 +130,6 @@ def frozen_stack_spec(
                 module=MLPLayer,
                 submodules=TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=mlp, mlp_bda=get_bias_dropout_add),
             ),
+            moe_layer=experts,
         ),
     )

@@ -14,15 +14,17 @@ from torch import Tensor
 
 from megatron_qerl.config.schema import LoraSection
 from megatron_qerl.errors import FaultError, UserError
+from megatron_qerl.models.expert_names import repeat_shared
 
 
 def peft_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Canonical adapter tensors under PEFT's names."""
-    return {f"base_model.model.{name}.weight": value.contiguous() for name, value in sorted(tensors.items())}
+    """Canonical adapter tensors under PEFT's names, each expert with factors of its own."""
+    own = repeat_shared(tensors)
+    return {f"base_model.model.{name}.weight": value.contiguous() for name, value in sorted(own.items())}
 
 
-def peft_config(lora: LoraSection, base_model: Path) -> dict[str, object]:
-    """``adapter_config.json``."""
+def peft_config(tensors: Mapping[str, Tensor], lora: LoraSection, base_model: Path) -> dict[str, object]:
+    """``adapter_config.json`` of canonical ``tensors``; targets are the projections that have some."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -30,7 +32,7 @@ def peft_config(lora: LoraSection, base_model: Path) -> dict[str, object]:
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted(lora.targets),
+        "target_modules": sorted({name.split(".")[-2] for name in tensors}),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -53,7 +55,9 @@ def write_adapter(tensors: Mapping[str, Tensor], lora: LoraSection, base_model: 
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         save_file(peft_tensors(tensors), temporary / "adapter_model.safetensors", metadata={"format": "pt"})
-        (temporary / "adapter_config.json").write_text(json.dumps(peft_config(lora, base_model), indent=2) + "\n")
+        (temporary / "adapter_config.json").write_text(
+            json.dumps(peft_config(tensors, lora, base_model), indent=2) + "\n"
+        )
         os.replace(temporary, output)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)

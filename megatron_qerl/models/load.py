@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -13,10 +14,11 @@ from megatron_qerl.layers.frozen import DenseFrozen, NVFP4Frozen
 from megatron_qerl.layers.kernels import NVFP4Weight
 from megatron_qerl.layers.linear import FrozenColumnParallelLinear, FrozenRowParallelLinear
 from megatron_qerl.layers.lora import initial_a
-from megatron_qerl.models.families import LinearRule, NormRule, VocabRule
-from megatron_qerl.models.policy import PolicyModel
+from megatron_qerl.models.families import ExpertRule, LinearRule, NormRule, RouterRule, VocabRule
+from megatron_qerl.models.load_experts import load_experts, tensor_names
+from megatron_qerl.models.policy import PolicyChunks
 from megatron_qerl.models.shape import ModelShape
-from megatron_qerl.models.walk import adapters, hf_name, modules
+from megatron_qerl.models.walk import factors, hf_name, modules
 from megatron_qerl.nvfp4.checkpoint import ModelFolder, PackedWeight
 from megatron_qerl.nvfp4.shared_scale import share_tensor_scale
 
@@ -52,6 +54,11 @@ class _Loader:
         name = hf_name(rule.hf, block)
         self._expect(name, tuple(module.weight.shape))
         module.weight.data.copy_(self.read(name).float())
+
+    def router(self, rule: RouterRule, block: int | None, module: Any) -> None:
+        name = hf_name(rule.hf, block)
+        self._expect(name, tuple(module.weight.shape))
+        module.weight.data.copy_(self.read(name).to(self.dtype))
 
     def vocab(self, rule: VocabRule, module: Any, vocab_size: int) -> None:
         if module.weight is None:
@@ -119,7 +126,7 @@ class _Loader:
         return NVFP4Frozen(weight, self.dtype, resident=self.resident)
 
 
-def load_base(model: PolicyModel, shape: ModelShape, folder: ModelFolder, *, resident: bool) -> None:
+def load_base(model: PolicyChunks, shape: ModelShape, folder: ModelFolder, *, resident: bool) -> None:
     """Fill the frozen base from ``folder`` (NVFP4 or dense, decided a tensor at a time).
 
     Args:
@@ -135,12 +142,27 @@ def load_base(model: PolicyModel, shape: ModelShape, folder: ModelFolder, *, res
             loader.norm(rule, block, module)
         elif isinstance(rule, VocabRule):
             loader.vocab(rule, module, shape.vocab_size)
+        elif isinstance(rule, RouterRule):
+            loader.router(rule, block, module)
+        elif isinstance(rule, ExpertRule):
+            loader.used |= tensor_names(rule, block, module)
+            load_experts(folder, rule, block, module, model.config.params_dtype, device, resident=resident)
         else:
             loader.linear(rule, block, module)
-    if resident and model.post_process:
+    last = model.models[-1]
+    if shape.tied and last.post_process and not last.pre_process:
+        # The head of a pipeline's last stage is a matrix of its own with the embedding's bytes.
+        loader.vocab(_embedding_rule(shape), last.output_layer, shape.vocab_size)
+    if resident:
         model.widen_head()
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        _refuse_unused(folder, loader.used, tied=shape.tied)
+    used: list[set[str]] = [set()] * parallel_state.get_pipeline_model_parallel_world_size()
+    dist.all_gather_object(used, loader.used, group=parallel_state.get_pipeline_model_parallel_group())
+    _refuse_unused(folder, set().union(*used), tied=shape.tied)
+
+
+def _embedding_rule(shape: ModelShape) -> VocabRule:
+    rules = shape.family.rules(shape.num_blocks, tied=shape.tied)
+    return next(rule for _, rule in rules if isinstance(rule, VocabRule))
 
 
 def _refuse_unused(folder: ModelFolder, used: set[str], *, tied: bool) -> None:
@@ -156,14 +178,13 @@ def _refuse_unused(folder: ModelFolder, used: set[str], *, tied: bool) -> None:
         )
 
 
-def initialize_adapters(model: PolicyModel, shape: ModelShape) -> None:
+def initialize_adapters(model: PolicyChunks, shape: ModelShape) -> None:
     """A from each projection's own stream, B zero: the policy starts as the base, on every layout alike."""
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    world = parallel_state.get_tensor_model_parallel_world_size()
-    for path, projection, adapter in adapters(model, shape):
-        a, b = adapter.split()[projection]
-        split = world if adapter.mode == "row" else 1
-        full = initial_a(adapter.spec, path, a.shape[1] * split)
-        with torch.no_grad():
-            a.copy_(full[:, _shard(full.shape[1], rank, world)] if split > 1 else full)
-            b.zero_()
+    for factor in factors(model, shape):
+        local = factor.parameter.data[factor.index]
+        if factor.kind == "lora_B":
+            local.zero_()
+            continue
+        split = 1 if factor.sharded_dim is None else factor.group.size()
+        full = initial_a(factor.spec, factor.path, local.shape[1] * split)
+        local.copy_(full[:, _shard(full.shape[1], factor.group.rank(), split)] if split > 1 else full)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_qerl.errors import NoiseProofError
@@ -20,18 +21,25 @@ from megatron_qerl.types import NoiseState
 
 @dataclass(frozen=True)
 class NoiseReadback:
-    """What the norms on this rank hold.
+    """What the norms on this rank hold, or those of all stages.
 
     Attributes:
         touched: norms whose effective scale differs from the clean one as the state demands.
-        expected: norms of this rank that should be touched.
-        sigma_effective: root mean square displacement of the effective scales, in the dtype that multiplies and in
-            units of the scale before quantisation folded anything into it.
+        expected: norms that should be touched.
+        square_sum: of the displacements of the effective scales, in the dtype that multiplies and in units of the scale
+            before quantisation folded anything into it.
+        channels: how many displacements that is.
     """
 
     touched: int
     expected: int
-    sigma_effective: float
+    square_sum: float
+    channels: int
+
+    @property
+    def sigma_effective(self) -> float:
+        """Root mean square displacement."""
+        return float(np.sqrt(self.square_sum / self.channels)) if self.channels else 0.0
 
 
 def read_back(registry: NoiseRegistry, state: NoiseState) -> NoiseReadback:
@@ -57,7 +65,24 @@ def read_back(registry: NoiseRegistry, state: NoiseState) -> NoiseReadback:
     stray = [k for k, m in registry._all.items() if k not in registry.targets and m.noise is not None]
     if stray:
         raise NoiseProofError("noise", f"norm {stray[0]} is noisy but not in noise.roles", "report this as a bug")
-    return NoiseReadback(touched, len(registry.targets), float(np.sqrt(squares / channels)) if channels else 0.0)
+    return NoiseReadback(touched, len(registry.targets), squares, channels)
+
+
+def over_stages(local: NoiseReadback, group: dist.ProcessGroup) -> NoiseReadback:
+    """The sum over the ranks of a pipeline, each of which holds the norms of its stages alone.
+
+    Args:
+        local: what ``read_back`` found on this rank.
+        group: pipeline-parallel process group.
+    """
+    parts: list[NoiseReadback] = [local] * group.size()
+    dist.all_gather_object(parts, local, group=group)
+    return NoiseReadback(
+        touched=sum(p.touched for p in parts),
+        expected=sum(p.expected for p in parts),
+        square_sum=sum(p.square_sum for p in parts),
+        channels=sum(p.channels for p in parts),
+    )
 
 
 def check_counts(touched: int, expected: int, state: NoiseState) -> None:

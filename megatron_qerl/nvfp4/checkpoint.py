@@ -13,13 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, BinaryIO, Literal, Self
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from megatron_qerl.errors import CheckpointError
@@ -31,6 +31,7 @@ from megatron_qerl.nvfp4.tensor_files import (
     SINGLE_FILE,
     TensorSpec,
     read_header,
+    read_part,
     tensor_sha256,
 )
 
@@ -67,13 +68,15 @@ class ModelFolder:
     Attributes:
         path: the folder.
         config: Hugging Face config.json.
+        bytes_read: bytes of tensors read so far.
     """
 
     path: Path
     config: dict[str, Any]
     _specs: dict[str, TensorSpec]
     _files: dict[str, Path]
-    _handles: dict[Path, Any] = field(default_factory=dict, repr=False)
+    bytes_read: int = 0
+    _handles: dict[Path, BinaryIO] = field(default_factory=dict, repr=False)
     _sha256: dict[str, str] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -175,10 +178,6 @@ class ModelFolder:
             cols: contiguous slice of the second dimension; None for all.
         """
         spec = self.spec(name)
-        handle = self._handle(self._files[name])
-        if rows is None and cols is None:
-            whole: Tensor = handle.get_tensor(name)
-            return whole
         index = []
         for axis, part in enumerate((rows, cols)):
             if axis >= len(spec.shape):
@@ -190,7 +189,8 @@ class ModelFolder:
                 where = f"{self.path}: {name}"
                 raise CheckpointError(where, part, f"not a part of axis {axis} of {spec.shape}", "Use matching files")
             index.append(slice(start, stop))
-        piece: Tensor = handle.get_slice(name)[tuple(index)]
+        piece = read_part(self._handle(self._files[name]), spec, tuple(index))
+        self.bytes_read += piece.numel() * piece.element_size()
         return piece
 
     def read_nvfp4(self, module_name: str, rows: slice | None = None, cols: slice | None = None) -> PackedWeight:
@@ -237,9 +237,9 @@ class ModelFolder:
             rule = f"block scales of a {n} x {k} weight must be {wanted[0]} {wanted[1]}"
             raise CheckpointError(f"{self.path}: {scale}", f"{found[0]} {found[1]}", rule, "Quantise the model again")
 
-    def _handle(self, file: Path) -> Any:
+    def _handle(self, file: Path) -> BinaryIO:
         if file not in self._handles:
-            self._handles[file] = safe_open(str(file), framework="pt")
+            self._handles[file] = file.open("rb", buffering=0)
         return self._handles[file]
 
     # -- identity ---------------------------------------------------------------------------------------------------
@@ -271,6 +271,10 @@ class ModelFolder:
         if name not in self._sha256:
             self._sha256[name] = tensor_sha256(self.read(name) if tensor is None else tensor)
         return self._sha256[name]
+
+    def remember_hashes(self, hashes: Mapping[str, str]) -> None:
+        """Take hashes of tensors that another process computed from the same files."""
+        self._sha256 |= hashes
 
     @cached_property
     def tokenizer_hash(self) -> str:

@@ -107,7 +107,7 @@ def pack_layer(groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, PackedWe
 
     Args:
         groups: group name -> member name -> weight [N, K], finite, K a multiple of 16. The members of a group get one
-            tensor scale. Member names are unique; their last part names the module to ModelOpt.
+            tensor scale. Member names are unique; with "_" for "." they name the modules to ModelOpt.
     Returns:
         member name -> packed weight, on the CPU.
     """
@@ -142,7 +142,7 @@ def _written_amax(amax: float) -> float:
 
 
 def _module_name(member: str) -> str:
-    return member.rpartition(".")[2]
+    return member.replace(".", "_")
 
 
 def _linear(weight: Tensor) -> nn.Linear:

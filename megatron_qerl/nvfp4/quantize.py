@@ -25,7 +25,7 @@ from megatron_qerl.nvfp4 import modelopt_edge
 from megatron_qerl.nvfp4.awq import AwqLayers, write_folding
 from megatron_qerl.nvfp4.checkpoint import ModelFolder
 from megatron_qerl.nvfp4.format import BLOCK
-from megatron_qerl.nvfp4.layout import GROUPS, LINEARS, NOT_QUANTIZED, DecoderShape, is_quantized_linear, layer_prefix
+from megatron_qerl.nvfp4.layout import DecoderShape, is_quantized_linear, layer_prefix
 from megatron_qerl.nvfp4.manifest import tensor_record, write_manifest
 from megatron_qerl.nvfp4.tensor_files import ShardWriter, TensorSpec, disk_faults
 from megatron_qerl.nvfp4.tokenizer_files import CHAT_TEMPLATE_FILES, TOKENIZER_FILES
@@ -53,6 +53,9 @@ def quantize(config: QuantizeConfig, *, progress: Progress | None = None) -> Pat
     source = ModelFolder.open(config.source)
     shape = DecoderShape.of(source.config, config.source)
     _check_source(source, shape)
+    if shape.experts and _is_awq(config):
+        rule = f"is not available for {shape.family}: its activations differ from expert to expert"
+        raise UserError("calibration.method", "awq", rule, "Use calibration.method: max")
     _check_output(config.output)
     device = _device(config.device)
     report("load ModelOpt", 0, 1)
@@ -61,12 +64,12 @@ def quantize(config: QuantizeConfig, *, progress: Progress | None = None) -> Pat
         awq = AwqLayers.prepare(source, shape, config.calibration, device, folder, report) if _is_awq(config) else None
         with ShardWriter(folder, _plan(source, shape), config.max_shard_bytes) as writer:
             for layer in range(shape.layers):
-                for name, tensor in _quantize_layer(source, layer, device, awq).items():
+                for name, tensor in _quantize_layer(source, shape, layer, device, awq).items():
                     writer.write(name, tensor)
                 report("quantise layers", layer + 1, shape.layers)
             for name in _outside_layers(source, shape):
                 writer.write(name, _read(source, name))
-        _write_configs(source, folder)
+        _write_configs(source, shape, folder)
         if awq is not None:
             write_folding(folder, awq.folds)
             awq.close()
@@ -86,17 +89,19 @@ def _is_awq(config: QuantizeConfig) -> bool:
     return config.calibration.method == "awq"
 
 
-def _quantize_layer(source: ModelFolder, layer: int, device: torch.device, awq: AwqLayers | None) -> dict[str, Tensor]:
+def _quantize_layer(
+    source: ModelFolder, shape: DecoderShape, layer: int, device: torch.device, awq: AwqLayers | None
+) -> dict[str, Tensor]:
     """All output tensors of one layer."""
     prefix = layer_prefix(layer)
     tensors = {
         name.removeprefix(prefix): _read(source, name).to(device) for name in source.names() if name.startswith(prefix)
     }
-    for member in LINEARS:
+    for member in shape.linears:
         modelopt_edge.check_weight(f"{prefix}{member}.weight", tensors[f"{member}.weight"])
     if awq is not None:
         tensors = awq.fold(layer, tensors)
-    groups = {group.name: {m: tensors.pop(f"{m}.weight") for m in group.members} for group in GROUPS}
+    groups = {group.name: {m: tensors.pop(f"{m}.weight") for m in group.members} for group in shape.groups}
     for member, weight in modelopt_edge.pack_layer(groups).items():
         tensors[f"{member}.weight"] = weight.packed
         tensors[f"{member}.weight_scale"] = weight.block_scale
@@ -147,7 +152,7 @@ def _check_source(source: ModelFolder, shape: DecoderShape) -> None:
         raise CheckpointError(str(source.path), source.nvfp4_modules[0], rule, "Quantise the original model")
     source.check_tokenizer()
     for layer in range(shape.layers):
-        for member in LINEARS:
+        for member in shape.linears:
             spec = source.spec(f"{layer_prefix(layer)}{member}.weight")
             if not spec.dtype.is_floating_point or spec.dtype.itemsize < 2:
                 rule = "must be FP32, FP16 or BF16"
@@ -189,9 +194,9 @@ def _finished_or_absent(output: Path) -> Iterator[Path]:
         raise
 
 
-def _write_configs(source: ModelFolder, folder: Path) -> None:
+def _write_configs(source: ModelFolder, shape: DecoderShape, folder: Path) -> None:
     """config.json and hf_quant_config.json as ModelOpt's export writes them; the other small files unchanged."""
-    hf_quant_config, quantization_config = modelopt_edge.quantization_configs(NOT_QUANTIZED)
+    hf_quant_config, quantization_config = modelopt_edge.quantization_configs(shape.not_quantized)
     config = {**source.config, "quantization_config": quantization_config}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / "hf_quant_config.json").write_text(json.dumps(hf_quant_config, indent=4) + "\n", encoding="utf-8")

@@ -18,10 +18,10 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import torch
 from torch import Tensor
@@ -51,11 +51,12 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, dtype and shape of one tensor."""
+    """Name, dtype and shape of one tensor, and where its bytes begin in the file that it was found in."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    offset_bytes: int = field(default=0, compare=False)
 
     @property
     def size_bytes(self) -> int:
@@ -96,7 +97,8 @@ def read_header(path: Path) -> dict[str, TensorSpec]:
     specs, end = {}, 0
     for name, entry in header.items():
         spec, last = _entry(path, name, entry)
-        specs[name], end = spec, max(end, last)
+        first = 8 + header_bytes + last - spec.size_bytes
+        specs[name], end = replace(spec, offset_bytes=first), max(end, last)
     promised_bytes = 8 + header_bytes + end
     if size_bytes != promised_bytes:
         raise _damaged(path, f"{size_bytes} bytes", f"its header promises {promised_bytes} bytes")
@@ -122,6 +124,44 @@ def _entry(path: Path, name: str, entry: dict[str, Any]) -> tuple[TensorSpec, in
 
 def _damaged(path: Path, value: str, rule: str) -> CheckpointError:
     return CheckpointError(str(path), value, f"half-written or damaged safetensors file, {rule}", "Copy the file again")
+
+
+def read_part(file: BinaryIO, spec: TensorSpec, part: tuple[slice, ...]) -> Tensor:
+    """A part of a tensor, by reading its bytes and no others.
+
+    A memory map would be shorter, but the system reads ahead in it: of a column range it fetches every row whole.
+
+    Args:
+        file: the tensor's file, unbuffered.
+        spec: from the file's header.
+        part: a range of each of the first two dimensions; fewer take the others whole.
+
+    Raises:
+        CheckpointError: the file has become shorter since its header was checked.
+    """
+    size = [s.stop - s.start for s in part] + list(spec.shape[len(part) :])
+    result = torch.empty(size, dtype=spec.dtype)
+    if not result.numel():
+        return result
+    row_bytes = math.prod(spec.shape[1:]) * spec.dtype.itemsize
+    inner_bytes = math.prod(spec.shape[2:]) * spec.dtype.itemsize
+    first = part[0].start if part else 0
+    columns = part[1] if len(part) > 1 else None
+    begin = spec.offset_bytes + first * row_bytes + (columns.start * inner_bytes if columns else 0)
+    whole_rows = columns is None or columns.stop - columns.start == spec.shape[1]
+    view = _raw_bytes(result)
+    run_bytes = len(view) if whole_rows else len(view) // size[0]
+    for row in range(len(view) // run_bytes):
+        _read_all(file, view[row * run_bytes : (row + 1) * run_bytes], begin + row * row_bytes)
+    return result
+
+
+def _read_all(file: BinaryIO, view: memoryview, offset: int) -> None:
+    while view:
+        count = os.preadv(file.fileno(), [view], offset)
+        if count == 0:
+            raise _damaged(Path(file.name), f"ends before byte {offset}", "it was cut after it was opened")
+        view, offset = view[count:], offset + count
 
 
 class ShardWriter:

@@ -202,7 +202,8 @@ def _tensor_problems(check: TensorCheck) -> list[str]:
 
 def _group_problems(model: ModelFolder, scales: dict[str, float]) -> list[str]:
     problems = []
-    for group in fused_groups(DecoderShape.of(model.config, model.path).layers):
+    shape = DecoderShape.of(model.config, model.path)
+    for group in fused_groups(shape.layers, shape.groups):
         missing = [member for member in group if member not in scales]
         problems += [f"{member}: not quantised" for member in missing]
         found = {scales[member] for member in group if member in scales}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -11,17 +14,27 @@ import torch.distributed as dist
 from megatron_qerl.config.schema import ParallelSection
 from megatron_qerl.errors import ConfigError
 from megatron_qerl.parallel import cpu
+from megatron_qerl.parallel.ranks import Ranks, host_name
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Where this process stands."""
+    """Where this process stands.
 
-    rank: int
-    world_size: int
+    Attributes:
+        device: where this process computes.
+        data_size: data-parallel ranks, between which a batch is shared out.
+        ranks: all processes.
+    """
+
     device: torch.device
-    tensor_rank: int
-    tensor_size: int
+    data_size: int
+    ranks: Ranks
+
+
+_standing: ParallelContext | None = None
+_store: dist.Store | None = None
+_starts = 0
 
 
 def resolve_device(setting: str) -> torch.device:
@@ -55,6 +68,29 @@ def _check_world(layout: ParallelSection, world_size: int) -> None:
             f"must divide the number of processes, {world_size}",
             f"start a multiple of {product} processes or shrink the layout",
         )
+    _check_experts(layout, world_size)
+
+
+def _check_experts(layout: ParallelSection, world_size: int) -> None:
+    """Experts are spread over the ranks of a pipeline stage, in groups that hold whole copies of the rest or fit in."""
+    copy = layout.tensor_model_parallel_size * layout.context_parallel_size
+    width = layout.expert_tensor_parallel_size or layout.tensor_model_parallel_size
+    span, stage = layout.expert_model_parallel_size * width, world_size // layout.pipeline_model_parallel_size
+    value = f"expert {layout.expert_model_parallel_size} x expert tensor {width} = {span}"
+    if stage % span:
+        raise ConfigError(
+            "parallel",
+            value,
+            f"must divide the processes of a pipeline stage, {stage}",
+            f"start a multiple of {span * layout.pipeline_model_parallel_size} processes or shrink the layout",
+        )
+    if max(span, copy) % min(span, copy):
+        raise ConfigError(
+            "parallel",
+            value,
+            f"and tensor x context = {copy}: one must divide the other, or experts would cut a replica in two",
+            f"use sizes whose product is a multiple of {copy}, or divides it",
+        )
 
 
 def initialize(layout: ParallelSection, device_setting: str, seed: int) -> ParallelContext:
@@ -77,12 +113,9 @@ def initialize(layout: ParallelSection, device_setting: str, seed: int) -> Paral
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    timeout = timedelta(minutes=layout.timeout_minutes)
     if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        if world_size == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        else:
-            dist.init_process_group(backend)
+        _start(device, world_size, timeout)
     if parallel_state.is_initialized():
         standing = (
             parallel_state.get_tensor_model_parallel_world_size(),
@@ -99,22 +132,89 @@ def initialize(layout: ParallelSection, device_setting: str, seed: int) -> Paral
             context_parallel_size=layout.context_parallel_size,
             expert_model_parallel_size=layout.expert_model_parallel_size,
             expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+            distributed_timeout_minutes=layout.timeout_minutes,
         )
     model_parallel_cuda_manual_seed(seed)
-    return ParallelContext(
-        rank=dist.get_rank(),
+    data_size = parallel_state.get_data_parallel_world_size()
+    global _standing  # noqa: PLW0603
+    _standing = ParallelContext(device=device, data_size=data_size, ranks=_ranks(layout, world_size, timeout))
+    return _standing
+
+
+def _start(device: torch.device, world_size: int, timeout: timedelta) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    global _store, _starts  # noqa: PLW0603
+    if _store is None:
+        # Kept for the life of the process: where all ranks meet can be opened once.
+        _store, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    _starts += 1
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"start {_starts}", _store),
+        rank=int(os.environ["RANK"]),
         world_size=world_size,
-        device=device,
-        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        timeout=timeout,
     )
+
+
+def _ranks(layout: ParallelSection, world_size: int, timeout: timedelta) -> Ranks:
+    """Replicas as Megatron's groups make them."""
+    from megatron.core import parallel_state
+
+    if world_size == 1:
+        return Ranks(host=host_name())
+    per_copy = layout.tensor_model_parallel_size * layout.context_parallel_size
+    expert_tensor = layout.expert_tensor_parallel_size or layout.tensor_model_parallel_size
+    copies = max(1, layout.expert_model_parallel_size * expert_tensor // per_copy)
+    data_rank = parallel_state.get_data_parallel_rank()
+    leads = (
+        data_rank % copies == 0
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
+        and parallel_state.get_pipeline_model_parallel_rank() == 0
+    )
+    return Ranks(
+        rank=dist.get_rank(),
+        size=world_size,
+        replica=data_rank // copies,
+        replicas=parallel_state.get_data_parallel_world_size() // copies,
+        leads=leads,
+        host=host_name(),
+        group=dist.new_group(backend="gloo", timeout=timeout),
+        store=None if _store is None else dist.PrefixStore(f"notes {_starts}", _store),
+    )
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """``Ranks.reported`` of the processes that ``initialize`` starts within the block."""
+    try:
+        yield
+    except BaseException as error:
+        if _standing is None:
+            raise
+        with _standing.ranks.reported():
+            raise error
+
+
+def pipeline_group() -> dist.ProcessGroup:
+    """Ranks that hold the stages of one copy."""
+    from megatron.core import parallel_state
+
+    group: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
+    return group
 
 
 def shutdown() -> None:
     """Destroy the groups, so that the process exits without a warning."""
     from megatron.core import parallel_state
 
+    global _standing  # noqa: PLW0603
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+    _standing = None

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from megatron_qerl.errors import FaultError, UserError
 from megatron_qerl.types import LikelihoodMode, Outcome
@@ -90,7 +90,7 @@ class Summary(_Record):
     versions: dict[str, str] | None = None
     base_hash: str | None = None
     likelihood: LikelihoodMode | None = None
-    noise: dict[str, str | int | float | bool | list[str] | None] | None = None
+    noise: dict[str, JsonValue] | None = None
     tokens: dict[str, Count] | None = None
     hardware: dict[str, str] | None = None
     config_path: str | None = None

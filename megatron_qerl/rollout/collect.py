@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from megatron_qerl.algorithms.filters import FilterResult, SamplingReport, refill_plan, sampling_report, split_by_signal
 from megatron_qerl.algorithms.shaping import shape
 from megatron_qerl.config.schema import RunConfig
 from megatron_qerl.data.order import DataOrder
 from megatron_qerl.metrics.phases import PhaseClock
-from megatron_qerl.rollout.engine import GenerationRequest, RolloutEngine
-from megatron_qerl.types import Completion, Group, Judgement, Prompt, SamplingParams, ScoredCompletion
-
-
-class Verifier(Protocol):
-    """Judges answers; ``rewards.math.MathVerifier`` is one."""
-
-    def judge_all(self, items: Sequence[tuple[str, str, str]]) -> list[Judgement]:
-        """One judgement for each (completion text, reference answer, finish reason)."""
-        ...
+from megatron_qerl.rollout.engine import GenerationRequest
+from megatron_qerl.rollout.replicas import Replicas
+from megatron_qerl.types import Group, Prompt, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -42,46 +34,17 @@ class CollectedStep:
     stream: int
 
 
-def score_groups(
-    prompts: Sequence[Prompt],
-    completions: Sequence[Sequence[Completion]],
-    tokenizer: Any,
-    verifier: Verifier,
-) -> list[Group]:
-    """Decode and judge completions; the reward is the raw score, not yet shaped."""
-    texts = [[tokenizer.decode(list(c.token_ids), skip_special_tokens=True) for c in group] for group in completions]
-    items = [
-        (text, prompt.problem.answer, c.finish_reason)
-        for prompt, group, group_texts in zip(prompts, completions, texts, strict=True)
-        for c, text in zip(group, group_texts, strict=True)
-    ]
-    judgements = iter(verifier.judge_all(items))
-    groups = []
-    for prompt, group, group_texts in zip(prompts, completions, texts, strict=True):
-        scored = []
-        for c, text in zip(group, group_texts, strict=True):
-            judgement = next(judgements)
-            scored.append(ScoredCompletion(c, judgement, judgement.score, text))
-        groups.append(Group(prompt, tuple(scored)))
-    return groups
-
-
 class Collector:
-    """Collects steps.
+    """Collects steps. Every rank collects the same step: what to generate is decided from what all have seen.
 
     Args:
-        engine: generates.
-        verifier: judges.
-        tokenizer: decodes.
+        replicas: generate and judge.
         prompts: rendered training prompts, by problem index.
         config: the run's.
     """
 
-    def __init__(
-        self, engine: RolloutEngine, verifier: Verifier, tokenizer: Any, prompts: Sequence[Prompt], config: RunConfig
-    ) -> None:
-        self.engine, self.verifier, self.tokenizer = engine, verifier, tokenizer
-        self.prompts, self.config = prompts, config
+    def __init__(self, replicas: Replicas, prompts: Sequence[Prompt], config: RunConfig) -> None:
+        self.replicas, self.prompts, self.config = replicas, prompts, config
         self.order = DataOrder(len(prompts), config.run.seed)
 
     def collect(self, sampling: SamplingParams, data_position: int, stream: int, clock: PhaseClock) -> CollectedStep:
@@ -113,11 +76,7 @@ class Collector:
     ) -> list[Group]:
         size = self.config.rollout.group_size
         requests = [GenerationRequest(p, size, stream + i) for i, p in enumerate(prompts)]
-        with clock.phase("rollout"):
-            completions = self.engine.generate(requests, sampling)
-        with clock.phase("reward"):
-            groups = score_groups(prompts, completions, self.tokenizer, self.verifier)
-            return [self._shaped(group) for group in groups]
+        return [self._shaped(group) for group in self.replicas.answer(requests, sampling, clock)]
 
     def _shaped(self, group: Group) -> Group:
         section = self.config.algorithm.overlong

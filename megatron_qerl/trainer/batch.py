@@ -95,6 +95,15 @@ def _split_long(group: TrainingGroup, budget: int, share_prefix: bool) -> list[T
     return pieces
 
 
+def first_piece(group: TrainingGroup, budget: int, *, share_prefix: bool) -> TrainingGroup:
+    """As many of a group's responses as one micro-batch holds.
+
+    Raises:
+        ConfigError: not even one.
+    """
+    return _split_long(group, budget, share_prefix)[0]
+
+
 def plan_microbatches(groups: Sequence[TrainingGroup], budget: int, *, share_prefix: bool) -> list[list[TrainingGroup]]:
     """First-fit decreasing by packed length.
 
@@ -121,11 +130,12 @@ def plan_microbatches(groups: Sequence[TrainingGroup], budget: int, *, share_pre
 def share_out(
     groups: Sequence[TrainingGroup], budget: int, ranks: int, *, share_prefix: bool
 ) -> list[list[list[TrainingGroup]]]:
-    """The micro-batches of each data-parallel rank, as many on every rank, with near-equal loads side by side.
+    """The micro-batches of each data-parallel rank, as many on every rank, with near-equal loads.
 
     Every rank computes the same plan from the same groups. The counts are equal because experts (and Megatron's
     schedules over them) exchange tokens between data-parallel ranks in every layer, so that all must make the same
-    passes. On one rank this is ``plan_microbatches``.
+    passes. Groups are cut between responses, at the price of repeating the prompt, where the slowest rank gains by it.
+    On one rank this is ``plan_microbatches``.
 
     Returns:
         Rank -> micro-batch -> pieces. A micro-batch without pieces only keeps its rank in step.
@@ -136,31 +146,56 @@ def share_out(
     bins = plan_microbatches(groups, budget, share_prefix=share_prefix)
     if ranks == 1:
         return [bins]
-    pieces = _enough([piece for b in bins for piece in b], ranks, share_prefix)
-    pieces.sort(key=lambda p: -p.packed_tokens(share_prefix))
-    rounds = -(-len(bins) // ranks)
-    while (balanced := _even_bins(pieces, budget, rounds * ranks, share_prefix)) is None:
+    pieces = [piece for b in bins for piece in b]
+    best: list[list[list[TrainingGroup]]] = []
+    slowest = 0
+    # A few cuts a rank are enough to level what whole groups cannot.
+    for _ in range(4 * ranks):
+        loads = [[_load(m, share_prefix) for m in share] for share in best]
+        if best and slowest <= 1.05 * sum(map(sum, loads)) / ranks:
+            break
+        shares = _shares(pieces, budget, ranks, len(bins), share_prefix)
+        longest = max(sum(_load(m, share_prefix) for m in share) for share in shares)
+        if not best or longest < slowest:
+            best, slowest = shares, longest
+        finer = _halved(pieces, share_prefix)
+        if finer is None:
+            break
+        pieces = finer
+    return best
+
+
+def _load(microbatch: Sequence[TrainingGroup], share_prefix: bool) -> int:
+    return sum(piece.packed_tokens(share_prefix) for piece in microbatch)
+
+
+def _shares(
+    pieces: Sequence[TrainingGroup], budget: int, ranks: int, at_least: int, share_prefix: bool
+) -> list[list[list[TrainingGroup]]]:
+    """Rank -> micro-batch -> pieces, from as few micro-batches as hold them, but ``at_least`` so many in all."""
+    ordered = sorted(pieces, key=lambda p: -p.packed_tokens(share_prefix))
+    rounds = -(-at_least // ranks)
+    while (bins := _even_bins(ordered, budget, rounds * ranks, share_prefix)) is None:
         rounds += 1
-    balanced.sort(key=lambda b: -sum(p.packed_tokens(share_prefix) for p in b))
-    # Forth and back: the rank with the longest micro-batch of one round gets the shortest of the next.
+    bins.sort(key=lambda b: -_load(b, share_prefix))
+    # Of each round the longest micro-batch goes to the rank with the least so far.
     shares: list[list[list[TrainingGroup]]] = [[] for _ in range(ranks)]
     for r in range(rounds):
-        row = balanced[r * ranks : (r + 1) * ranks]
-        for share, microbatch in zip(shares, row if r % 2 == 0 else reversed(row), strict=True):
-            share.append(microbatch)
+        lightest = sorted(range(ranks), key=lambda rank: sum(_load(m, share_prefix) for m in shares[rank]))
+        for rank, microbatch in zip(lightest, bins[r * ranks : (r + 1) * ranks], strict=True):
+            shares[rank].append(microbatch)
     return shares
 
 
-def _enough(pieces: list[TrainingGroup], count: int, share_prefix: bool) -> list[TrainingGroup]:
-    """At least ``count`` pieces where there are as many responses: the longest is halved, its prompt repeated."""
-    while len(pieces) < count:
-        longest = max(pieces, key=lambda p: (len(p.responses) > 1, p.packed_tokens(share_prefix)))
-        if len(longest.responses) == 1:
-            break
-        half = len(longest.responses) // 2
-        pieces.remove(longest)
-        pieces += [TrainingGroup(longest.prompt_ids, r) for r in (longest.responses[:half], longest.responses[half:])]
-    return pieces
+def _halved(pieces: Sequence[TrainingGroup], share_prefix: bool) -> list[TrainingGroup] | None:
+    """``pieces`` with the longest that has several responses cut in two; None if there is none."""
+    whole = [p for p in pieces if len(p.responses) > 1]
+    if not whole:
+        return None
+    longest = max(whole, key=lambda p: p.packed_tokens(share_prefix))
+    half = len(longest.responses) // 2
+    parts = [TrainingGroup(longest.prompt_ids, r) for r in (longest.responses[:half], longest.responses[half:])]
+    return [p for p in pieces if p is not longest] + parts
 
 
 def _even_bins(
@@ -178,24 +213,18 @@ def _even_bins(
     return bins
 
 
-def build_microbatch(
-    groups: Sequence[TrainingGroup], device: torch.device, *, share_prefix: bool, multiple: int = 1
-) -> MicroBatch:
+def build_microbatch(groups: Sequence[TrainingGroup], device: torch.device, *, share_prefix: bool) -> MicroBatch:
     """Pack one micro-batch onto ``device``.
 
     Args:
         groups: what is in it. Without any it holds one token that counts nowhere: a rank without work must still take
             part in the collectives of its layers.
-        multiple: of the packed length, see ``layers.packing.pack``.
     """
     counts = bool(groups)
     if not counts:
         groups = [TrainingGroup((0,), (TrainingResponse((0,), (0.0,), 0.0, 0),))]
     tokens = pack(
-        [(g.prompt_ids, [r.token_ids for r in g.responses]) for g in groups],
-        device,
-        share_prefix=share_prefix,
-        multiple=multiple,
+        [(g.prompt_ids, [r.token_ids for r in g.responses]) for g in groups], device, share_prefix=share_prefix
     )
     responses = [r for g in groups for r in g.responses]
     lengths = torch.tensor([len(r.token_ids) for r in responses])

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from torch import Tensor
 
 from megatron_qerl.errors import CheckpointError, FaultError
 from megatron_qerl.models.adapter_state import adapter_hash, collect, restore
-from megatron_qerl.models.policy import PolicyModel
+from megatron_qerl.models.policy import PolicyChunks
 from megatron_qerl.models.shape import ModelShape
 from megatron_qerl.trainer.optimizer import AdapterOptimizer
+from megatron_qerl.trainer.optimizer_state import Kind
 
 _TENSOR_FILES = ("adapter", "master", "exp_avg", "exp_avg_sq", "rng")
 
@@ -63,13 +65,7 @@ class RunPosition:
     extra: dict[str, Any]
 
 
-def _views(optimizer: AdapterOptimizer, *, restoring: bool) -> dict[str, Any]:
-    return {
-        "adapter": lambda p: p.data,
-        "master": optimizer.master,
-        "exp_avg": optimizer.moment("exp_avg", create=restoring),
-        "exp_avg_sq": optimizer.moment("exp_avg_sq", create=restoring),
-    }
+_STATES: tuple[Kind, ...] = ("master", "exp_avg", "exp_avg_sq")
 
 
 def _read(folder: Path, name: str) -> dict[str, Tensor]:
@@ -98,7 +94,7 @@ def _write(folder: Path, files: dict[str, dict[str, Tensor]], position: RunPosit
 def save(
     run_dir: Path,
     position: RunPosition,
-    model: PolicyModel,
+    model: PolicyChunks,
     shape: ModelShape,
     optimizer: AdapterOptimizer,
     keep: int,
@@ -112,7 +108,8 @@ def save(
     final = root / f"step_{position.step:06d}"
     temporary = root / f".step_{position.step:06d}.tmp"
     # A collective: every rank takes part, rank 0 writes.
-    files = {name: collect(model, shape, view) for name, view in _views(optimizer, restoring=False).items()}
+    files = {"adapter": collect(model, shape)}
+    files |= {kind: collect(model, shape, partial(optimizer.state.whole, kind=kind)) for kind in _STATES}
     if dist.get_rank() == 0:
         try:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -191,8 +188,12 @@ def adapter_tensors(folder: Path, position: RunPosition) -> dict[str, Tensor]:
     return tensors
 
 
+def _put_state(optimizer: AdapterOptimizer, kind: Kind, parameter: torch.nn.Parameter, value: Tensor) -> None:
+    optimizer.state.put(parameter, kind, value)
+
+
 def load(
-    folder: Path, position: RunPosition, model: PolicyModel, shape: ModelShape, optimizer: AdapterOptimizer
+    folder: Path, position: RunPosition, model: PolicyChunks, shape: ModelShape, optimizer: AdapterOptimizer
 ) -> None:
     """Restore adapter, optimizer and RNG, bit for bit.
 
@@ -205,8 +206,8 @@ def load(
     for name in _TENSOR_FILES:
         if not (folder / f"{name}.safetensors").is_file():
             raise CheckpointError(f"{folder}", f"{name}.safetensors", "is missing", "use a complete checkpoint")
-    for name, view in _views(optimizer, restoring=True).items():
-        tensors = adapter_tensors(folder, position) if name == "adapter" else _read(folder, name)
-        restore(model, shape, tensors, folder, view)
+    restore(model, shape, adapter_tensors(folder, position), folder)
+    for kind in _STATES:
+        restore(model, shape, _read(folder, kind), folder, partial(_put_state, optimizer, kind))
     optimizer.set_updates(position.updates)
     torch.set_rng_state(_read(folder, "rng")["cpu"])

@@ -2,13 +2,12 @@
 
 The model is wrapped in Megatron's DistributedDataParallel, whose gradient buffers hold only parameters that require a
 gradient: the adapters. In BF16 the optimizer keeps FP32 master copies; their values, the two Adam moments and the step
-count are what a checkpoint needs to go on bit for bit.
+count are what a checkpoint needs to go on bit for bit (``optimizer_state``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -17,8 +16,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from megatron_qerl.config.schema import OptimizerSection
-from megatron_qerl.models.policy import PolicyModel
+from megatron_qerl.models.policy import PolicyChunks
 from megatron_qerl.parallel.cpu import megatron_calls
+from megatron_qerl.trainer.optimizer_state import ParameterState
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class UpdateReport:
         gradient_norm: global norm before clipping.
         clipped: whether the norm exceeded the clip.
         learning_rate: rate used.
-        update_norm: L2 norm of the change of this rank's parameters.
+        update_norm: L2 norm of the change of all adapter parameters.
     """
 
     gradient_norm: float
@@ -45,22 +45,28 @@ class AdapterOptimizer:
         model: built, loaded and initialised; only adapters require gradients.
         config: optimizer settings.
         total_updates: length of the schedule.
+        distributed: spread masters and moments over the data-parallel ranks (Megatron's distributed optimizer).
     """
 
-    def __init__(self, model: PolicyModel, config: OptimizerSection, total_updates: int) -> None:
+    def __init__(
+        self, model: PolicyChunks, config: OptimizerSection, total_updates: int, *, distributed: bool = False
+    ) -> None:
         self.config, self.policy = config, model
         bf16 = model.config.params_dtype == torch.bfloat16
         # Gradients are summed over tokens and divided once by the global token count, which Megatron counts for us.
         model.config.calculate_per_token_loss = True
         model.config.finalize_model_grads_func = finalize_model_grads
         with megatron_calls():
-            self.ddp = DistributedDataParallel(
-                model.config,
-                DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False
-                ),
-                model,
-            )
+            self.ddp = [
+                DistributedDataParallel(
+                    model.config,
+                    DistributedDataParallelConfig(
+                        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=distributed
+                    ),
+                    chunk,
+                )
+                for chunk in model.models
+            ]
             self.optimizer = get_megatron_optimizer(
                 OptimizerConfig(
                     optimizer="adam",
@@ -73,9 +79,9 @@ class AdapterOptimizer:
                     clip_grad=config.gradient_clip,
                     bf16=bf16,
                     params_dtype=model.config.params_dtype,
-                    use_distributed_optimizer=False,
+                    use_distributed_optimizer=distributed,
                 ),
-                [self.ddp],
+                self.ddp,
             )
             self.scheduler = OptimizerParamScheduler(
                 self.optimizer,
@@ -90,6 +96,7 @@ class AdapterOptimizer:
                 wd_incr_steps=total_updates,
                 wd_incr_style="constant",
             )
+        self.state = ParameterState(self.optimizer, [p for _, p in self.parameters()])
 
     @property
     def updates(self) -> int:
@@ -99,7 +106,8 @@ class AdapterOptimizer:
     def zero_grad(self) -> None:
         """Clear the gradient buffers before a batch."""
         with megatron_calls():
-            self.ddp.zero_grad_buffer()
+            for chunk in self.ddp:
+                chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
 
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
@@ -107,79 +115,35 @@ class AdapterOptimizer:
         return [(n, p) for n, p in self.policy.named_parameters() if p.requires_grad]
 
     def non_finite_gradients(self) -> list[str]:
-        """Names of parameters whose accumulated gradient holds inf or nan."""
+        """Names of parameters whose accumulated gradient holds inf or nan on this rank."""
         return [n for n, p in self.parameters() if not bool(torch.isfinite(p.main_grad).all())]  # type: ignore[attr-defined]
 
     def step(self) -> UpdateReport:
         """One update with the accumulated gradients. The first update of a warm-up has rate max / warmup_steps."""
-        masters = [_master(p) for _, p in self.parameters()]
-        before = [m.detach().clone() for m in masters]
+        before = [None if m is None else m.detach().clone() for m in self.state.masters()]
         with megatron_calls():
             self.scheduler.step(increment=1)
             _, gradient_norm, _ = self.optimizer.step()
-        change = sum(float((m.detach() - b).double().square().sum()) for m, b in zip(masters, before, strict=True))
         norm = float(gradient_norm)
-        return UpdateReport(norm, norm > self.config.gradient_clip, self.learning_rate, change**0.5)
+        change = self.state.norm_of_change(before)
+        return UpdateReport(norm, norm > self.config.gradient_clip, self.learning_rate, change)
 
     @property
     def learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
-    # What a checkpoint holds: one view a kind of tensor, for models.adapter_state.
-
     def master(self, parameter: torch.nn.Parameter) -> Tensor:
-        """FP32 value that the optimizer updates."""
-        return _master(parameter).data
-
-    def moment(self, name: str, *, create: bool) -> Any:
-        """View of an Adam moment ("exp_avg" or "exp_avg_sq").
-
-        Args:
-            create: for restoring: make the state where there is none yet. Reading must not: an optimizer whose state is
-                there but incomplete skips its own initialisation and fails at the next update.
-        """
-
-        def view(parameter: torch.nn.Parameter) -> Tensor:
-            state = self._inner().state
-            master = _master(parameter)
-            if not create:
-                found: Tensor | None = state[master].get(name) if master in state else None
-                return torch.zeros_like(master.data) if found is None else found
-            result: Tensor = state[master].setdefault(name, torch.zeros_like(master.data))
-            return result
-
-        return view
-
-    def _inner(self) -> torch.optim.Optimizer:
-        chain = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        assert len(chain) == 1, "dense adapters are one optimizer"
-        inner: torch.optim.Optimizer = chain[0].optimizer
-        return inner
+        """FP32 value that the optimizer updates, whole."""
+        return self.state.whole(parameter, "master")
 
     def set_updates(self, updates: int) -> None:
         """Continue after ``updates`` updates: schedule position and Adam's step counts."""
         self.scheduler.num_steps = 0
         with megatron_calls():
             self.scheduler.step(increment=updates)
-        for group in self._inner().param_groups:
-            if "step" in group:  # fused optimizers count a group
-                group["step"] = updates
-        for _, parameter in self.parameters():
-            self._inner().state[_master(parameter)]["step"] = torch.tensor(float(updates))
+        self.state.set_steps(updates)
 
     @property
     def state_bytes(self) -> int:
         """Masters (if apart), moments and gradient buffers of this rank."""
-        total = 0
-        for _, p in self.parameters():
-            master = _master(p)
-            total += 2 * master.numel() * 4 + p.main_grad.numel() * p.main_grad.element_size()  # type: ignore[attr-defined]
-            if master is not p:
-                total += master.numel() * 4
-        return total
-
-
-def _master(parameter: torch.nn.Parameter) -> Tensor:
-    """The tensor that the optimizer updates: an FP32 copy in BF16 training, the parameter itself in FP32."""
-    main = getattr(parameter, "main_param", None)
-    return parameter if main is None else main
+        return self.state.nbytes()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -21,7 +22,7 @@ from megatron_qerl.algorithms.likelihood import LikelihoodPlan, plan
 from megatron_qerl.algorithms.objective import RatioStatistics, aggregate, clipped_policy_loss, ratio_statistics
 from megatron_qerl.config.schema import AlgorithmSection, RunConfig
 from megatron_qerl.errors import NonFiniteError
-from megatron_qerl.models.policy import LogprobQuery, PolicyModel
+from megatron_qerl.models.policy import LogprobQuery, PolicyChunks
 from megatron_qerl.noise.proof import EngineComparison, compare_engine
 from megatron_qerl.noise.registry import NoiseRegistry
 from megatron_qerl.parallel.cpu import megatron_calls
@@ -42,7 +43,7 @@ class StepStatistics:
     """Sums of one step over its micro-batches.
 
     ``parity_*`` compare the trainer's log-probabilities with the engine's wherever both were of the same policy: before
-    the step's first update, under the same noise.
+    the step's first update, under the same noise. ``non_finite`` numbers responses whose loss was not finite.
     """
 
     loss_sum: float = 0.0
@@ -55,6 +56,7 @@ class StepStatistics:
     parity_sum: float = 0.0
     parity_tokens: int = 0
     updates: list[UpdateReport] = field(default_factory=list)
+    non_finite: list[int] = field(default_factory=list)
 
     def add_parity(self, trainer_T: Tensor, rollout_T: Tensor) -> None:
         """Fold in |trainer - rollout| over the tokens of one micro-batch."""
@@ -64,6 +66,19 @@ class StepStatistics:
         self.parity_max = max(self.parity_max, float(difference.max()))
         self.parity_sum += float(difference.sum())
         self.parity_tokens += difference.numel()
+
+    def add(self, other: StepStatistics) -> None:
+        """Fold in the sums of another mini-batch or of other ranks; updates are not touched."""
+        self.loss_sum += other.loss_sum
+        self.normaliser += other.normaliser
+        self.entropy_sum += other.entropy_sum
+        self.tokens += other.tokens
+        self.ratio += other.ratio
+        self.weights += other.weights
+        self.parity_max = max(self.parity_max, other.parity_max)
+        self.parity_sum += other.parity_sum
+        self.parity_tokens += other.parity_tokens
+        self.non_finite = sorted({*self.non_finite, *other.non_finite})
 
 
 class Trainer:
@@ -77,7 +92,7 @@ class Trainer:
     """
 
     def __init__(
-        self, model: PolicyModel, registry: NoiseRegistry, optimizer: AdapterOptimizer, config: RunConfig
+        self, model: PolicyChunks, registry: NoiseRegistry, optimizer: AdapterOptimizer, config: RunConfig
     ) -> None:
         self.model, self.registry, self.optimizer = model, registry, optimizer
         self.algorithm: AlgorithmSection = config.algorithm
@@ -100,9 +115,8 @@ class Trainer:
         )
 
     def _build(self, bins: Sequence[Sequence[TrainingGroup]]) -> list[MicroBatch]:
-        multiple = self.model.config.tensor_model_parallel_size if self.model.config.sequence_parallel else 1
         share = self.settings.share_prompt_prefix
-        return [build_microbatch(b, self.device, share_prefix=share, multiple=multiple) for b in bins]
+        return [build_microbatch(b, self.device, share_prefix=share) for b in bins]
 
     def _microbatches(self, groups: Sequence[TrainingGroup]) -> list[MicroBatch]:
         """All of ``groups``, whatever the data-parallel size."""
@@ -115,34 +129,51 @@ class Trainer:
         share = self.settings.share_prompt_prefix
         return self._build(share_out(groups, self.settings.microbatch_tokens, ranks, share_prefix=share)[rank])
 
-    def _run(self, model: Any, batches: list[MicroBatch], forward_step: Any, *, forward_only: bool) -> None:
+    def _run(self, chunks: list[Any], batches: list[MicroBatch], forward_step: Any, *, forward_only: bool) -> None:
+        """Megatron's schedule over ``batches``; ``forward_step`` gets an iterator of (number, micro-batch)."""
+        rounds = list(enumerate(batches))
+        if len(chunks) > 1:  # interleaved stages take turns in rounds of as many micro-batches as there are ranks
+            missing = -len(batches) % parallel_state.get_pipeline_model_parallel_world_size()
+            rounds += [(len(batches) + i, filler) for i, filler in enumerate(self._build([()] * missing))]
         with megatron_calls():
             get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=iter(batches),
-                model=[model],
-                num_microbatches=len(batches),
+                data_iterator=[iter(rounds) for _ in chunks],
+                model=chunks,
+                num_microbatches=len(rounds),
                 seq_length=max(b.tokens.total_tokens for b in batches),
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
 
     def logprobs(self, batches: list[MicroBatch], noise: NoiseState | None) -> list[tuple[Tensor, Tensor]]:
-        """FP32 (log-probabilities, entropies) of each micro-batch's response tokens, no gradient, under ``noise``."""
-        results: list[tuple[Tensor, Tensor]] = []
+        """FP32 (log-probabilities, entropies) of each micro-batch's response tokens, no gradient, under ``noise``.
 
-        def forward_step(iterator: Iterator[MicroBatch], model: Any) -> Any:
-            output = self._forward(model, next(iterator))
+        Pipeline ranks call it together, and each of them gets the result.
+        """
+        results: dict[int, Tensor] = {}
+
+        def forward_step(iterator: Iterator[tuple[int, MicroBatch]], model: Any) -> Any:
+            number, batch = next(iterator)
+            output = self._forward(model, batch)
 
             def loss(value: Any) -> Any:
-                results.append((value[0].detach(), value[1]))
+                results[number] = torch.stack(value)
                 return value[0].sum(), torch.tensor(1, dtype=torch.int), {}
 
             return output, loss
 
         with torch.no_grad(), self.registry.applied(noise):
-            self._run(self.model, batches, forward_step, forward_only=True)
-        return results
+            self._run(self.model.models, batches, forward_step, forward_only=True)
+        sizes = [len(b.rollout_logprobs) for b in batches]
+        if self.model.post_process:
+            values = torch.cat([results[i] for i in range(len(batches))], dim=1)
+        else:
+            values = torch.empty(2, sum(sizes), device=self.device)
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            last = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast(values, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+        return [(lp, entropy) for lp, entropy in values.split(sizes, dim=1)]
 
     def probe(self, groups: Sequence[TrainingGroup], noise: NoiseState | None) -> Tensor:
         """Log-probabilities of a few responses as one vector, for proofs; order is that of packing."""
@@ -177,8 +208,9 @@ class Trainer:
         with self.registry.applied(forward_noise):
             for index, batches in enumerate(minibatches):
                 same_policy = index == 0 and (self.plan.replay_noise or not noise.active)
-                self._accumulate(batches, old[index], stats, compare=same_policy)
-                self._check_gradients(stats)
+                part = StepStatistics()
+                self._accumulate(batches, old[index], part, compare=same_policy)
+                stats.add(self._finite_everywhere(part))
                 stats.updates.append(self.optimizer.step())
         return stats
 
@@ -187,16 +219,17 @@ class Trainer:
     ) -> None:
         """Gradients of one mini-batch."""
         self.optimizer.zero_grad()
-        olds = iter(old)
 
-        def forward_step(iterator: Iterator[MicroBatch], model: Any) -> Any:
-            batch = next(iterator)
-            old_logprobs = next(olds)
+        def forward_step(iterator: Iterator[tuple[int, MicroBatch]], model: Any) -> Any:
+            number, batch = next(iterator)
+            old_logprobs = old[number] if number < len(old) else None
             output = self._forward(model, batch)
 
             def loss(value: Any) -> Any:
                 total, count = self._loss(batch, value[0], value[1], old_logprobs, stats, compare=compare)
-                return total, torch.tensor(count, dtype=torch.int, device=self.device), {}
+                # Context-parallel ranks compute the same loss, and Megatron adds their counts.
+                counted = count if parallel_state.get_context_parallel_rank() == 0 else 0
+                return total, torch.tensor(counted, dtype=torch.int, device=self.device), {}
 
             return output, loss
 
@@ -238,12 +271,8 @@ class Trainer:
         tokens = int(mask.sum())
         count = tokens if mode == "token_mean" else unique.numel() if tokens else 0
         if not bool(torch.isfinite(total)):
-            bad = batch.sequence[~torch.isfinite(token_loss.loss)].unique().tolist()
-            raise NonFiniteError(
-                f"loss of update {self.optimizer.updates}",
-                f"is not finite in responses {bad[:8]} of the batch",
-                "this mini-batch was not applied; non_finite.json in the run folder holds the responses",
-            )
+            # Raised in ``_finite_everywhere``: other ranks are in the middle of this mini-batch's collectives.
+            stats.non_finite += batch.sequence[~torch.isfinite(token_loss.loss)].unique().tolist()
         stats.loss_sum += float(total.detach())
         stats.normaliser += count
         stats.tokens += tokens
@@ -251,11 +280,34 @@ class Trainer:
         stats.ratio += ratio_statistics(token_loss)
         return total, count
 
-    def _check_gradients(self, stats: StepStatistics) -> None:
-        bad = self.optimizer.non_finite_gradients()
-        if bad:
+    def _finite_everywhere(self, part: StepStatistics) -> StepStatistics:
+        """The sums of a mini-batch over all ranks, the same on each of them.
+
+        Only a pipeline's last stage knows its losses; tensor- and context-parallel ranks have them in common.
+
+        Raises:
+            NonFiniteError: on every rank, if a loss or a gradient is not finite on any; nothing was updated yet.
+        """
+        counts = (
+            self.model.post_process
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_context_parallel_rank() == 0
+        )
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, (part if counts else None, self.optimizer.non_finite_gradients()))
+        whole = StepStatistics()
+        for found, _ in everywhere:
+            if found is not None:
+                whole.add(found)
+        remedy = "this mini-batch was not applied; non_finite.json in the run folder holds the responses"
+        if whole.non_finite:
+            what = f"loss of update {self.optimizer.updates}"
+            raise NonFiniteError(what, f"is not finite in responses {whole.non_finite[:8]} of the batch", remedy)
+        gradients = [f"{name} on rank {rank}" for rank, (_, bad) in enumerate(everywhere) for name in bad]
+        if gradients:
             raise NonFiniteError(
                 f"gradient of update {self.optimizer.updates}",
-                f"is not finite in {len(bad)} parameters, first {bad[0]} (loss {stats.loss_sum:g})",
-                "this mini-batch was not applied; non_finite.json in the run folder holds the responses",
+                f"is not finite in {len(gradients)} parameters, first {gradients[0]} (loss {whole.loss_sum:g})",
+                remedy,
             )
+        return whole

@@ -90,7 +90,10 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], tuple[str, ...]]] = {
     "longer than the model": (literal("model.max_sequence_length=4096"), ("max_position_embeddings", "256")),
     "budget below one response": (literal("train.microbatch_tokens=8"), ("train.microbatch_tokens", "18")),
     "noise that never acts": (literal("noise.stages=1"), ("noise", "never add noise")),
-    "sequence parallel alone": (literal("parallel.sequence_parallel=true"), ("parallel.sequence_parallel",)),
+    "sequence parallel alone": (
+        literal("parallel.sequence_parallel=true"),
+        ("sequence_parallel", "tensor_model_parallel_size"),
+    ),
     "run name that leaves the folder": (literal("run.name=../x"), ("run.name", "../x")),
     "engine not built": (literal("rollout.engine=vllm"), ("rollout.engine", "vllm")),
     "prompt too long": (literal("rollout.max_prompt_tokens=2"), ("max_prompt_tokens",)),

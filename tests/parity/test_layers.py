@@ -129,9 +129,9 @@ def test_offloading_parks_every_checkpoint_and_nothing_else(tmp_path: Path) -> N
     tokens = pack(GROUPS, CPU, share_prefix=True).total_tokens
     checkpoint_bytes = tokens * 64 * 4
     # Two blocks, each a checkpoint for attention and one for the MLP.
-    assert loaded.model.decoder.offload.parked_bytes == 4 * checkpoint_bytes
+    assert loaded.model.models[0].decoder.offload.parked_bytes == 4 * checkpoint_bytes
     plain = policy(tmp_path, lora=LoraSection(rank=4), recompute="full")
-    assert plain.model.decoder.offload is None
+    assert plain.model.models[0].decoder.offload is None
 
 
 def test_a_parked_tensor_is_given_back_once() -> None:

@@ -16,7 +16,7 @@ from megatron_qerl.errors import ConfigError, NoiseProofError, NonFiniteError
 from megatron_qerl.models.adapter_state import collect
 from megatron_qerl.noise.proof import check_engine
 from megatron_qerl.trainer import checkpoint
-from megatron_qerl.trainer.batch import TrainingGroup, TrainingResponse, plan_microbatches
+from megatron_qerl.trainer.batch import TrainingGroup, TrainingResponse, plan_microbatches, share_out
 from megatron_qerl.trainer.optimizer import AdapterOptimizer
 from megatron_qerl.trainer.step import StepStatistics, Trainer
 from megatron_qerl.types import NoiseState
@@ -296,6 +296,41 @@ def test_microbatch_plan_keeps_every_response_once_within_the_budget() -> None:
     assert sorted(r.sequence for b in bins for p in b for r in p.responses) == list(range(40))
     with pytest.raises(ConfigError, match=r"train.microbatch_tokens"):
         plan_microbatches(groups, 12, share_prefix=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 50])
+@pytest.mark.parametrize("budget", [20, 60, 1000])
+def test_shares_hold_every_response_once_and_as_many_microbatches_each(ranks: int, budget: int) -> None:
+    groups = [
+        TrainingGroup(
+            (1,) * (5 + g), tuple(TrainingResponse((2,) * (1 + (3 * g + r) % 9), (), 1.0, 8 * g + r) for r in range(8))
+        )
+        for g in range(5)
+    ]
+    shares = share_out(groups, budget, ranks, share_prefix=True)
+    assert len(shares) == ranks
+    assert len({len(share) for share in shares}) == 1
+    microbatches = [m for share in shares for m in share]
+    assert all(sum(p.packed_tokens(True) for p in m) <= budget for m in microbatches)
+    assert sorted(r.sequence for m in microbatches for p in m for r in p.responses) == list(range(40))
+    loads = [sum(p.packed_tokens(True) for m in share for p in m) for share in shares]
+    single = max(TrainingGroup(g.prompt_ids, (r,)).packed_tokens(True) for g in groups for r in g.responses)
+    assert max(loads) <= max(1.2 * sum(loads) / ranks, single)
+
+
+def test_a_microbatch_without_responses_changes_nothing(folder: Path) -> None:
+    gradients, losses = [], []
+    for extra in (0, 2):
+        loaded, trainer = make_trainer(folder, algorithm__likelihood="clean")
+        noise = loaded.registry.state(5, 10)
+        batches = trainer._microbatches(batch(loaded, trainer, noise, drift=0.3))
+        batches = [*trainer._build([()] * extra), *batches]
+        stats = StepStatistics()
+        trainer._accumulate(batches, [None] * len(batches), stats, compare=True)
+        gradients.append(gradient(loaded))
+        losses.append(stats)
+    assert torch.equal(*gradients)
+    assert losses[0] == losses[1]
 
 
 def test_noise_section_default_is_paper_table_4() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_qerl.config.schema import LoraSection, ModelSection, NoiseSection, ParallelSection
 from megatron_qerl.layers.lora import LoraSpec
-from megatron_qerl.models.policy import PolicyModel
+from megatron_qerl.models.policy import PolicyChunks
 from megatron_qerl.models.shape import ModelShape
 from megatron_qerl.noise.registry import NoiseRegistry
 from megatron_qerl.nvfp4.checkpoint import ModelFolder
@@ -19,7 +19,7 @@ class Loaded:
 
     folder: ModelFolder
     shape: ModelShape
-    model: PolicyModel
+    model: PolicyChunks
     registry: NoiseRegistry
 
 
@@ -32,26 +32,32 @@ def load(
     resident: bool = False,
     seed: int = 1,
     recompute: str = "none",
+    layout: ParallelSection | None = None,
+    router_input: str = "noisy",
 ) -> Loaded:
-    """Build, load and initialise; process groups are started once a process."""
+    """Build, load and initialise; process groups are started once a process, or once a layout if it shuts them down."""
     from megatron_qerl.models.build import build_policy
     from megatron_qerl.models.load import initialize_adapters, load_base
     from megatron_qerl.models.shape import read_shape
     from megatron_qerl.models.walk import expected_norms, norms
     from megatron_qerl.parallel.setup import initialize
 
-    initialize(ParallelSection(), "auto", 1)
+    layout = layout or ParallelSection()
+    initialize(layout, "auto", 1)
     folder = ModelFolder.open(path)
     shape = read_shape(folder.config, path)
     section = ModelSection(path=path, dtype=dtype)  # type: ignore[arg-type]
-    model = build_policy(folder.config, section, ParallelSection(), lora, seed=seed, recompute=recompute)
+    model = build_policy(
+        folder.config, section, layout, lora, seed=seed, recompute=recompute, router_input=router_input
+    )
     load_base(model, shape, folder, resident=resident)
     initialize_adapters(model, shape)
-    registry = NoiseRegistry(norms(model, shape), expected_norms(shape), noise or NoiseSection(), seed)
+    whole = layout.pipeline_model_parallel_size == 1
+    registry = NoiseRegistry(norms(model, shape), expected_norms(shape), noise or NoiseSection(), seed, complete=whole)
     return Loaded(folder, shape, model, registry)
 
 
-def randomize_adapters(model: PolicyModel, scale: float = 0.05, seed: int = 7) -> None:
+def randomize_adapters(model: PolicyChunks, scale: float = 0.05, seed: int = 7) -> None:
     """Give B values, so that the adapter does something."""
     import torch
 
@@ -61,6 +67,6 @@ def randomize_adapters(model: PolicyModel, scale: float = 0.05, seed: int = 7) -
             parameter.data.copy_(scale * torch.randn(parameter.shape, generator=generator))
 
 
-def lora_spec_of(model: PolicyModel) -> LoraSpec:
+def lora_spec_of(model: PolicyChunks) -> LoraSpec:
     """The adapter settings that a model was built with."""
     return next(m.spec for m in model.modules() if hasattr(m, "spec") and isinstance(m.spec, LoraSpec))

@@ -23,6 +23,13 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-6,
 }
+# What a mixture of experts has beside them: two blocks of eight experts, three for each token.
+EXPERT_SIZES: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+}
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -49,16 +56,17 @@ def write_model(
     scale: float = 0.3,
     **sizes: Any,
 ) -> Path:
-    """A random model of ``family`` ("llama", "qwen2", "qwen3"); weights are wide enough that logits differ.
+    """A random model of ``family`` (llama, qwen2, qwen3, qwen3_moe); weights are wide enough that logits differ.
 
     Norm scales and biases are random too: ones and zeros would hide a swapped name.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    sizes = SIZES | (EXPERT_SIZES if family == "qwen3_moe" else {}) | sizes
     config = AutoConfig.for_model(
-        family, **(SIZES | {"tie_word_embeddings": tied, "eos_token_id": 1, "pad_token_id": 0} | sizes)
+        family, **{"tie_word_embeddings": tied, "eos_token_id": 1, "pad_token_id": 0, **sizes}
     )
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3_moe"):
         config.head_dim = sizes.get("head_dim", 16)
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -18,6 +18,7 @@ from megatron_qerl.config.schema import ParallelSection, RunConfig
 from megatron_qerl.errors import BackendUnavailableError, ConfigError, FaultError
 from megatron_qerl.layers.attention import SdpaCoreAttention
 from megatron_qerl.layers.attention_te import TEPackedAttention
+from megatron_qerl.layers.experts import FrozenExperts
 from megatron_qerl.layers.frozen import DenseFrozen
 from megatron_qerl.layers.lora import LoraSpec
 from megatron_qerl.layers.norm import NoiseRMSNorm
@@ -85,11 +86,14 @@ def test_names_are_megatrons_and_the_base_is_no_parameter() -> None:
     assert FrozenNVFP4SpecProvider(attention="transformer_engine").core_attention() is TEPackedAttention
 
 
-def test_layer_norm_and_experts_are_refused() -> None:
+def test_layer_norm_is_refused_and_experts_are_ours() -> None:
     with pytest.raises(ConfigError, match="RMSNorm"):
         FrozenNVFP4SpecProvider().layer_norm(rms_norm=False)
-    with pytest.raises(ConfigError, match="not available"):
-        get_mlp_module_spec_for_backend(backend=FrozenNVFP4SpecProvider(), num_experts=4, moe_grouped_gemm=True)
+    lora = LoraSpec(4, 4.0, ("up_proj",), 1)
+    spec = get_mlp_module_spec_for_backend(backend=FrozenNVFP4SpecProvider(lora), num_experts=4, moe_grouped_gemm=True)
+    experts = spec.keywords["submodules"].experts
+    assert experts.func is FrozenExperts
+    assert experts.keywords == {"lora": lora}
 
 
 class FakeTE(nn.Module):

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_qerl.errors import FaultError
+from megatron_qerl.errors import CheckpointError, FaultError
 from megatron_qerl.nvfp4 import tensor_files
 from megatron_qerl.nvfp4.checkpoint import ModelFolder
-from megatron_qerl.nvfp4.tensor_files import ShardWriter, TensorSpec, tensor_sha256
+from megatron_qerl.nvfp4.tensor_files import ShardWriter, TensorSpec, read_header, read_part, tensor_sha256
 
 TENSORS: dict[str, Tensor] = {
     "a.odd_bytes": torch.arange(7, dtype=torch.uint8),
@@ -101,3 +101,37 @@ def test_the_tensor_hash_covers_dtype_and_shape() -> None:
     zeros = torch.zeros(4, dtype=torch.uint8)
     others = [zeros.view(2, 2), zeros.view(torch.int8), zeros.view(torch.float32), torch.ones_like(zeros)]
     assert len({tensor_sha256(t) for t in [zeros, *others]}) == 5
+
+
+def test_a_part_is_read_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every byte range asked of the file, against slicing the whole tensor."""
+    matrix = torch.arange(24 * 10, dtype=torch.int16).view(24, 10)
+    cube = torch.arange(4 * 6 * 5, dtype=torch.float32).view(4, 6, 5)
+    save_file({"pad": torch.ones(3, dtype=torch.uint8), "matrix": matrix, "cube": cube}, tmp_path / "x.safetensors")
+    specs = read_header(tmp_path / "x.safetensors")
+    asked: list[int] = []
+    true_preadv = os.preadv
+
+    def counting(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        asked.append(sum(len(b) for b in buffers))
+        return true_preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counting)
+    with (tmp_path / "x.safetensors").open("rb", buffering=0) as file:
+        for name, tensor in (("matrix", matrix), ("cube", cube)):
+            for part in ((), (slice(1, 3),), (slice(0, 4), slice(2, 5)), (slice(1, 4), slice(0, tensor.shape[1]))):
+                asked.clear()
+                found = read_part(file, specs[name], part)
+                assert torch.equal(found, tensor[part] if part else tensor)
+                assert sum(asked) == found.numel() * found.element_size()
+        assert read_part(file, specs["matrix"], (slice(5, 5), slice(0, 10))).shape == (0, 10)
+
+
+def test_a_file_that_is_cut_after_it_was_opened_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"matrix": torch.ones(8, 8)}, path)
+    spec = read_header(path)["matrix"]
+    with path.open("rb", buffering=0) as file:
+        os.truncate(path, path.stat().st_size - 40)
+        with pytest.raises(CheckpointError, match="cut after it was opened"):
+            read_part(file, spec, ())

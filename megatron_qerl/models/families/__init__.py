@@ -6,14 +6,33 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_qerl.errors import CheckpointError
-from megatron_qerl.models.families.base import Family, LinearRule, NormRule, Rule, VocabRule
+from megatron_qerl.models.families.base import (
+    ExpertRule,
+    Family,
+    LinearRule,
+    NormRule,
+    RouterRule,
+    Rule,
+    VocabRule,
+)
 from megatron_qerl.models.families.llama import LLAMA
 from megatron_qerl.models.families.qwen2 import QWEN2
 from megatron_qerl.models.families.qwen3 import QWEN3
+from megatron_qerl.models.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES: dict[str, Family] = {f.model_type: f for f in (LLAMA, QWEN2, QWEN3)}
+FAMILIES: dict[str, Family] = {f.model_type: f for f in (LLAMA, QWEN2, QWEN3, QWEN3_MOE)}
 
-__all__ = ["FAMILIES", "Family", "LinearRule", "NormRule", "Rule", "VocabRule", "family_of"]
+__all__ = [
+    "FAMILIES",
+    "ExpertRule",
+    "Family",
+    "LinearRule",
+    "NormRule",
+    "RouterRule",
+    "Rule",
+    "VocabRule",
+    "family_of",
+]
 
 
 def family_of(config: Mapping[str, Any], path: object) -> Family:

@@ -2,7 +2,8 @@
 
 A rule names a Megatron module, the Hugging Face tensors that fill it, and (for norms) the logical role under which
 noise finds it. Loading, exporting and the noise registry all read the same table, so they cannot disagree. Templates
-use ``{i}`` for the block, ``{attn}`` and ``{mlp}`` for the two hybrid layers that a block becomes.
+use ``{i}`` for the block, ``{attn}`` and ``{mlp}`` for the two hybrid layers that a block becomes,
+``{e}`` for an expert.
 """
 
 from __future__ import annotations
@@ -37,7 +38,23 @@ class VocabRule:
     hf: str
 
 
-Rule = NormRule | LinearRule | VocabRule
+@dataclass(frozen=True)
+class RouterRule:
+    """A router: ``module``.weight, one row an expert, from tensor ``hf``. Never packed, never trained."""
+
+    module: str
+    hf: str
+
+
+@dataclass(frozen=True)
+class ExpertRule:
+    """The same fused linear of every expert: ``module`` holds a stack, expert ``{e}`` is filled from ``parts``."""
+
+    module: str
+    parts: Mapping[str, str]
+
+
+Rule = NormRule | LinearRule | VocabRule | RouterRule | ExpertRule
 
 _ATTN, _MLP = "decoder.layers.{attn}.", "decoder.layers.{mlp}."
 _HF = "model.layers.{i}."
@@ -52,6 +69,14 @@ DENSE_BLOCK: tuple[Rule, ...] = (
     NormRule(_MLP + "pre_mlp_layernorm", _HF + "post_attention_layernorm.weight", role="post_attention"),
     LinearRule(_MLP + "mlp.linear_fc1", {p: f"{_HF}mlp.{p}" for p in ("gate_proj", "up_proj")}),
     LinearRule(_MLP + "mlp.linear_fc2", {"down_proj": _HF + "mlp.down_proj"}),
+)
+
+# A mixture-of-experts block differs from a dense one in what follows its second norm.
+MOE_BLOCK: tuple[Rule, ...] = (
+    *DENSE_BLOCK[:4],
+    RouterRule(_MLP + "mlp.router", _HF + "mlp.gate.weight"),
+    ExpertRule(_MLP + "mlp.experts.fc1", {p: f"{_HF}mlp.experts.{{e}}.{p}" for p in ("gate_proj", "up_proj")}),
+    ExpertRule(_MLP + "mlp.experts.fc2", {"down_proj": _HF + "mlp.experts.{e}.down_proj"}),
 )
 
 QK_NORMS: tuple[Rule, ...] = (
@@ -83,6 +108,11 @@ class Family:
     qkv_bias: Callable[[Mapping[str, Any]], bool]
     qk_norm: bool
     refuse: Callable[[Mapping[str, Any]], tuple[str, object, str] | None]
+
+    @property
+    def mixture_of_experts(self) -> bool:
+        """Whether every block routes its tokens to experts."""
+        return any(isinstance(rule, ExpertRule) for rule in self.block)
 
     def rules(self, num_blocks: int, *, tied: bool) -> tuple[tuple[int | None, Rule], ...]:
         """All rules of a model as (block index or None, rule); a tied head has no tensor of its own."""

@@ -3,11 +3,15 @@
 It shares the trainer's weights, so a sync moves nothing; what `publish` does is put the noise in force and fix the
 version that completions carry. Prompts are left-padded into one batch and computed once; their cache rows are then
 repeated for the responses of the group. Rows that have finished leave the batch once enough of them have.
+
+All ranks of a replica run the loop on the same requests. They draw the same tokens, since a draw depends on names alone
+and logits are gathered to the same bytes on each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,9 +19,12 @@ from torch import Tensor
 
 from megatron_qerl.errors import FaultError
 from megatron_qerl.layers.attention import KVCache
-from megatron_qerl.models.policy import PolicyModel
+from megatron_qerl.layers.routing import Recording, RoutingRecord
+from megatron_qerl.models.policy import PolicyChunks
 from megatron_qerl.noise.registry import NoiseRegistry
+from megatron_qerl.parallel.sequence import whole_sequences
 from megatron_qerl.rollout.engine import GenerationRequest
+from megatron_qerl.rollout.routes import RouteTrace
 from megatron_qerl.rollout.sampling import sample, uniforms
 from megatron_qerl.types import Completion, FinishReason, PolicyVersion, SamplingParams
 
@@ -41,12 +48,17 @@ class EmbeddedEngine:
         model: the trainer's model.
         registry: its noise.
         max_batch_size: rows decoded at once.
+
+    Attributes:
+        routes: (prompt uid, response index, stream) -> experts that the response's tokens went to; filled while
+            it is not None.
     """
 
-    def __init__(self, model: PolicyModel, registry: NoiseRegistry, max_batch_size: int) -> None:
+    def __init__(self, model: PolicyChunks, registry: NoiseRegistry, max_batch_size: int) -> None:
         self.model, self.registry, self.max_batch_size = model, registry, max_batch_size
         self._policy: PolicyVersion | None = None
         self._kv_peak_bytes = 0
+        self.routes: dict[tuple[str, int, int], RoutingRecord] | None = None
 
     @property
     def kv_cache_peak_bytes(self) -> int:
@@ -71,7 +83,7 @@ class EmbeddedEngine:
         was_training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad(), self.registry.applied(policy.noise):
+            with torch.no_grad(), whole_sequences(self.model), self.registry.applied(policy.noise):
                 for part in self._split(requests):
                     results.extend(self._generate(part, sampling, policy))
         finally:
@@ -128,12 +140,15 @@ class EmbeddedEngine:
     def _generate(
         self, part: list[tuple[GenerationRequest, range]], sampling: SamplingParams, policy: PolicyVersion
     ) -> list[list[Completion]]:
-        cache, logits, blocked = self._prefill([r.prompt.token_ids for r, _ in part], sampling.max_new_tokens)
+        prompts = [r.prompt.token_ids for r, _ in part]
+        with self._recording() as kept:
+            cache, logits, blocked = self._prefill(prompts, sampling.max_new_tokens)
         device = logits.device
         names = [(r.prompt.problem.uid, i, r.stream) for r, indices in part for i in indices]
         source = torch.tensor([n for n, (_, indices) in enumerate(part) for _ in indices], device=device)
         cache.select(source)
         self._kv_peak_bytes = max(self._kv_peak_bytes, cache.nbytes)
+        trace = None if kept is None else RouteTrace(kept.record(), [len(p) for p in prompts], source.tolist())
         logits = logits[source]
         blocked = blocked[source]
         prompt_tokens = torch.tensor([len(r.prompt.token_ids) for r, i in part for _ in i], device=device)
@@ -162,14 +177,28 @@ class EmbeddedEngine:
                 cache.select(keep)
                 token = token[keep]
             end_position = cache.sequence_len_offset + 1
-            logits = self.model(
-                token[:, None],
-                batch.next_position[:, None],
-                batch.blocked[:, None, None, :end_position],
-                inference_context=cache,
-            )
+            with self._recording() as kept:
+                logits = self.model(
+                    token[:, None],
+                    batch.next_position[:, None],
+                    batch.blocked[:, None, None, :end_position],
+                    inference_context=cache,
+                )
+            if trace is not None and kept is not None:
+                trace.step(kept.record(), batch.row.tolist())
             batch.next_position = batch.next_position + 1
+        if self.routes is not None and trace is not None:
+            self.routes |= {name: trace.response(row, len(tokens[row])) for row, name in enumerate(names)}
         return self._completions(part, tokens, logprobs, stopped, policy)
+
+    @contextmanager
+    def _recording(self) -> Iterator[Recording | None]:
+        """Keep the routes of the forward inside, if they are wanted."""
+        if self.routes is None:
+            yield None
+            return
+        with self.model.routing.recording() as kept:
+            yield kept
 
     @staticmethod
     def _completions(
