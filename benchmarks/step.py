@@ -32,7 +32,7 @@ from benchmarks.step_model import MODELS, Settings, install_random, random_group
 if TYPE_CHECKING:
     import torch
 
-    from megatron_qerl.config.schema import RunConfig
+    from megatron_qerl.config.schema import ParallelSection, RunConfig
     from megatron_qerl.models.policy import PolicyChunks
     from megatron_qerl.noise.registry import NoiseRegistry
 
@@ -95,8 +95,8 @@ def static_bytes(model: PolicyChunks, optimizer_bytes: int) -> dict[str, int]:
     }
 
 
-def run_arm(model_name: str, arm: str, settings: Settings) -> dict[str, Any]:
-    """Build, warm up and measure one arm in this process."""
+def run_arm(model_name: str, arm: str, settings: Settings, layout: ParallelSection | None = None) -> dict[str, Any]:
+    """Build, warm up and measure one arm in this process, one of those that ``layout`` needs."""
     hf_config = MODELS[model_name]
     from megatron_qerl.config.schema import ParallelSection
     from megatron_qerl.models.build import build_policy
@@ -106,31 +106,36 @@ def run_arm(model_name: str, arm: str, settings: Settings) -> dict[str, Any]:
     from megatron_qerl.parallel.setup import initialize
 
     begin = time.perf_counter()
-    initialize(ParallelSection(), "auto", 1)
+    layout = layout or ParallelSection()
+    initialize(layout, "auto", 1)
     config = run_config(settings)
     shape = read_shape(hf_config, Path("random"))
     model = build_policy(
         hf_config,
         config.model,
-        ParallelSection(),
+        layout,
         config.lora,
         seed=1,
         recompute=settings.recompute,
         shares_prompts=False,
     )
     install_random(model, arm, seed=1)
-    registry = NoiseRegistry(norms(model, shape), expected_norms(shape), config.noise, 1)
-    return _measure(model, registry, config, settings) | {
+    whole = layout.pipeline_model_parallel_size == 1
+    registry = NoiseRegistry(norms(model, shape), expected_norms(shape), config.noise, 1, complete=whole)
+    distributed = bool(layout.use_distributed_optimizer)
+    return _measure(model, registry, config, settings, distributed=distributed) | {
         "attention": asdict(model.attention),
         "arm_s": time.perf_counter() - begin,
     }
 
 
-def _measure(model: PolicyChunks, registry: NoiseRegistry, config: RunConfig, settings: Settings) -> dict[str, Any]:
+def _measure(
+    model: PolicyChunks, registry: NoiseRegistry, config: RunConfig, settings: Settings, *, distributed: bool
+) -> dict[str, Any]:
     from megatron_qerl.trainer.optimizer import AdapterOptimizer
     from megatron_qerl.trainer.step import Trainer
 
-    optimizer = AdapterOptimizer(model, config.optimizer, config.train.steps)
+    optimizer = AdapterOptimizer(model, config.optimizer, config.train.steps, distributed=distributed)
     trainer = Trainer(model, registry, optimizer, config)
     gauge = Gauge(trainer.device)
     noise = registry.state(50, 100)

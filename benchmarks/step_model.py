@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_qerl.config.schema import RunConfig
+    from megatron_qerl.layers.grouped import NVFP4Experts
     from megatron_qerl.layers.kernels import NVFP4Weight
     from megatron_qerl.models.policy import PolicyChunks
     from megatron_qerl.trainer.batch import TrainingGroup
@@ -22,6 +23,20 @@ _QWEN25 = {
     "tie_word_embeddings": False,
     "rope_theta": 1000000.0,
     "max_position_embeddings": 32768,
+}
+_QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 40960,
+    "head_dim": 128,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "intermediate_size": 6144,
 }
 MODELS: dict[str, dict[str, Any]] = {
     "7B": _QWEN25
@@ -40,6 +55,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 40,
         "num_key_value_heads": 8,
     },
+    "30B-A3B": _QWEN3_MOE
+    | {"num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "moe_intermediate_size": 768},
+    "235B-A22B": _QWEN3_MOE
+    | {"num_hidden_layers": 94, "hidden_size": 4096, "num_attention_heads": 64, "moe_intermediate_size": 1536},
+    "tiny_moe": _QWEN3_MOE
+    | {
+        "vocab_size": 256,
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
     "tiny": _QWEN25
     | {
         "vocab_size": 256,
@@ -57,43 +87,68 @@ class Settings:
     """What every arm of a run shares."""
 
     tokens: int = 8192
+    microbatch: int = 8192
     sequence: int = 1024
     steps: int = 3
     rank: int = 32
     attention: str = "auto"
     recompute: str = "full_offload"
     logprob_chunk: int = 256
+    expert_mode: str = "per_expert"
     profile: bool = False
+
+
+_TENSOR_SCALE = 2.0**-8
+
+
+def _random_bytes(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """(packed codes, block scales) of matrices [..., N, K]."""
+    import torch
+
+    def draw(low: int, high: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(low, high, shape, dtype=torch.uint8, device=generator.device, generator=generator)
+
+    half = (*shape[:-1], shape[-1] // 2)
+    # A nibble is sign and magnitude 1..7; zeros would make a GPU draw less power and run faster than it does.
+    packed = draw(1, 8, half) | draw(0, 2, half) << 3 | draw(1, 8, half) << 4 | draw(0, 2, half) << 7
+    # E4M3 bytes 0x38..0x3f are 1 to 1.875.
+    return packed, draw(0x38, 0x40, (*shape[:-1], shape[-1] // 16)).view(torch.float8_e4m3fn)
 
 
 def random_weight(rows: int, cols: int, generator: torch.Generator) -> NVFP4Weight:
     """A random packed matrix on the generator's device, no element zero, standard deviation 0.018."""
-    import torch
-
     from megatron_qerl.layers.kernels import NVFP4Weight
 
-    def draw(low: int, high: int, shape: tuple[int, int]) -> torch.Tensor:
-        return torch.randint(low, high, shape, dtype=torch.uint8, device=generator.device, generator=generator)
+    return NVFP4Weight(*_random_bytes((rows, cols), generator), _TENSOR_SCALE)
 
-    half = (rows, cols // 2)
-    # A nibble is sign and magnitude 1..7; zeros would make a GPU draw less power and run faster than it does.
-    packed = draw(1, 8, half) | draw(0, 2, half) << 3 | draw(1, 8, half) << 4 | draw(0, 2, half) << 7
-    # E4M3 bytes 0x38..0x3f are 1 to 1.875.
-    scale = draw(0x38, 0x40, (rows, cols // 16)).view(torch.float8_e4m3fn)
-    return NVFP4Weight(packed, scale, 2.0**-8)
+
+def random_experts(experts: int, rows: int, cols: int, generator: torch.Generator) -> NVFP4Experts:
+    """As ``random_weight``, one matrix an expert."""
+    import torch
+
+    from megatron_qerl.layers.grouped import NVFP4Experts
+
+    packed, scale = _random_bytes((experts, rows, cols), generator)
+    return NVFP4Experts(packed, scale, [_TENSOR_SCALE] * experts, torch.bfloat16, resident=False)
 
 
 def install_random(model: PolicyChunks, arm: str, seed: int) -> None:
-    """Random base, embedding, head and adapters, the same numbers in every arm."""
+    """Random base, embedding, head, routers and adapters, the same numbers in every arm and on every rank."""
     import torch
 
+    from megatron_qerl.layers.experts import ExpertLinear
     from megatron_qerl.layers.frozen import DenseFrozen, NVFP4Frozen
+    from megatron_qerl.layers.grouped import DenseExperts
     from megatron_qerl.layers.kernels import nvfp4_materialize
     from megatron_qerl.layers.linear import FrozenColumnParallelLinear
 
     generator = torch.Generator(device=model.inv_freq.device).manual_seed(seed)
     for module in model.modules():
-        if hasattr(module, "install"):
+        if isinstance(module, ExpertLinear):
+            stack = random_experts(module.num_local, module.layout.rows, module.in_features, generator)
+            matrices = (stack.expert(e).matrix(torch.bfloat16) for e in range(module.num_local))
+            module.install(stack if arm == "nvfp4" else DenseExperts(torch.stack(list(matrices))))
+        elif hasattr(module, "install"):
             column = isinstance(module, FrozenColumnParallelLinear)
             cols = module.input_size if column else module.input_size_per_partition
             rows = module.output_size_per_partition if column else module.output_size
@@ -104,10 +159,10 @@ def install_random(model: PolicyChunks, arm: str, seed: int) -> None:
                 module.install(DenseFrozen(nvfp4_materialize(weight, torch.bfloat16)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("word_embeddings.weight", "output_layer.weight")):
+            if name.endswith(("word_embeddings.weight", "output_layer.weight", "router.weight")):
                 parameter.normal_(0.0, 0.02, generator=generator)
             elif name.endswith("lora_A"):
-                bound = 1.0 / math.sqrt(parameter.shape[1])
+                bound = 1.0 / math.sqrt(parameter.shape[-1])
                 parameter.uniform_(-bound, bound, generator=generator)
             elif name.endswith("lora_B"):
                 parameter.normal_(0.0, 1e-3, generator=generator)
@@ -127,7 +182,7 @@ def run_config(settings: Settings) -> RunConfig:
                 "attention": settings.attention,
                 "max_sequence_length": settings.sequence + 1,
             },
-            "lora": {"rank": settings.rank, "alpha": float(settings.rank)},
+            "lora": {"rank": settings.rank, "alpha": float(settings.rank), "expert_mode": settings.expert_mode},
             "data": {"train": {"kind": "arithmetic"}, "eval": {"kind": "arithmetic", "split": "heldout"}},
             "rollout": {
                 "max_prompt_tokens": settings.sequence // 4,
@@ -137,7 +192,7 @@ def run_config(settings: Settings) -> RunConfig:
             "optimizer": {"learning_rate": 1e-5},
             "train": {
                 "steps": 100,
-                "microbatch_tokens": settings.tokens,
+                "microbatch_tokens": min(settings.tokens, settings.microbatch),
                 "share_prompt_prefix": False,
                 "recompute": "full",
                 "logprob_chunk_tokens": settings.logprob_chunk,

@@ -33,7 +33,8 @@ def prepare(path: Path, changes: dict[str, Any]) -> tuple[Loaded, Trainer]:
     config = run_config(path, "one", others).model_copy(update={"parallel": ParallelSection(**sizes_of(changes))})
     loaded = load(
         path, lora=config.lora, noise=config.noise, layout=config.parallel, dtype=config.model.dtype,
-        recompute=config.train.recompute,
+        recompute=config.train.recompute, attention=config.model.attention,
+        shares_prompts=config.train.share_prompt_prefix,
     )  # fmt: skip
     restore(loaded.model, loaded.shape, adapter_of(loaded), "test")
     distributed = bool(config.parallel.use_distributed_optimizer)
@@ -47,8 +48,8 @@ def everything(path: Path, changes: dict[str, Any], lengths: list[list[int]], ro
     noise = loaded.registry.state(5, 10)
     found: dict[str, Any] = {"start": adapter_hash(collect(loaded.model, loaded.shape))}
     groups = groups_of(lengths, rollout)
-    found["logprobs"] = torch.cat([trainer.probe([g], noise) for g in groups])
-    found["entropies"] = torch.cat([e for _, e in trainer.logprobs(trainer._microbatches(groups), None)])
+    found["logprobs"] = torch.cat([trainer.probe([g], noise) for g in groups]).cpu()
+    found["entropies"] = torch.cat([e for _, e in trainer.logprobs(trainer._microbatches(groups), None)]).cpu()
     if rollout is None:  # the reference: the batch is scored by the policy itself, and then a little off-policy
         found["rollout"] = found["logprobs"] + 0.1 * torch.sin(torch.arange(found["logprobs"].numel()))
         groups = groups_of(lengths, found["rollout"])

@@ -1,4 +1,6 @@
-"""Run one function in several processes over gloo. Importing Megatron takes seconds, so one launch does many cases.
+"""Run one function in several processes, over gloo unless they are given GPUs.
+
+Importing Megatron takes seconds, so one launch does many cases.
 
 The function gets ``(rank, world_size, arguments)`` after the launcher's environment is set, starts and leaves its own
 process groups, and returns something ``torch.save`` can hold.
@@ -26,7 +28,9 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def launch(world_size: int, target: str, arguments: Any, folder: Path, timeout_s: float = 300.0) -> list[Any]:
+def launch(
+    world_size: int, target: str, arguments: Any, folder: Path, timeout_s: float = 300.0, *, gpus: bool = False
+) -> list[Any]:
     """Results of all ranks, by rank.
 
     Args:
@@ -34,6 +38,7 @@ def launch(world_size: int, target: str, arguments: Any, folder: Path, timeout_s
         arguments: anything ``torch.save`` can hold.
         folder: where arguments, results and logs are kept.
         timeout_s: all processes are killed after it.
+        gpus: leave the GPUs visible, one for each rank.
 
     Raises:
         AssertionError: a rank failed or the time ran out; the message has the end of each log.
@@ -41,7 +46,7 @@ def launch(world_size: int, target: str, arguments: Any, folder: Path, timeout_s
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(arguments, folder / "arguments.pt")
     common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    common |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    common |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
     logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
     processes = []
     for rank, log in enumerate(logs):

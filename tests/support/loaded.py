@@ -34,6 +34,8 @@ def load(
     recompute: str = "none",
     layout: ParallelSection | None = None,
     router_input: str = "noisy",
+    attention: str = "auto",
+    shares_prompts: bool = True,
 ) -> Loaded:
     """Build, load and initialise; process groups are started once a process, or once a layout if it shuts them down."""
     from megatron_qerl.models.build import build_policy
@@ -46,9 +48,16 @@ def load(
     initialize(layout, "auto", 1)
     folder = ModelFolder.open(path)
     shape = read_shape(folder.config, path)
-    section = ModelSection(path=path, dtype=dtype)  # type: ignore[arg-type]
+    section = ModelSection(path=path, dtype=dtype, attention=attention)  # type: ignore[arg-type]
     model = build_policy(
-        folder.config, section, layout, lora, seed=seed, recompute=recompute, router_input=router_input
+        folder.config,
+        section,
+        layout,
+        lora,
+        seed=seed,
+        recompute=recompute,
+        shares_prompts=shares_prompts,
+        router_input=router_input,
     )
     load_base(model, shape, folder, resident=resident)
     initialize_adapters(model, shape)
