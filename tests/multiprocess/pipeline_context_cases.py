@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -144,8 +143,6 @@ def run_cases(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str
         sizes = sizes_of(options["changes"])
         if standing is not None and sizes != standing:
             setup.shutdown()
-            # The old store may still listen where a rank that is early would look for the new one.
-            os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
         standing = sizes
         results[name] = globals()[function](**options)
     setup.shutdown()

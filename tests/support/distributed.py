@@ -1,6 +1,7 @@
 """Run one function in several processes, over gloo unless they are given GPUs.
 
-Importing Megatron takes seconds, so one launch does many cases.
+Importing Megatron takes seconds a process, so a nursery imports once and forks the ranks of every launch: it never
+starts a thread or a device itself, which is what makes forking it safe. It ends with the process that started it.
 
 The function gets ``(rank, world_size, arguments)`` after the launcher's environment is set, starts and leaves its own
 process groups, and returns something ``torch.save`` can hold.
@@ -9,17 +10,23 @@ process groups, and returns something ``torch.save`` can hold.
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 ROOT = Path(__file__).parents[2]
+#: What the ranks need in any case.
+PRELOADED = ("megatron_qerl.cli.main", "megatron_qerl.controller", "megatron_qerl.models.build", "tests.support.loaded")
 
 
 def _free_port() -> int:
@@ -45,42 +52,91 @@ def launch(
     """
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(arguments, folder / "arguments.pt")
-    common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    common |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
     logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
-    processes = []
-    for rank, log in enumerate(logs):
-        environment = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, "-m", "tests.support.distributed", target, str(folder)]
-        with log.open("w") as out:
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out))
-    deadline = time.monotonic() + timeout_s
-    try:
-        while any(p.poll() is None for p in processes):
-            if any(p.poll() for p in processes) or time.monotonic() > deadline:
-                break  # the others would wait for the dead one until gloo gives up
-            time.sleep(0.05)
-    finally:
-        late = [rank for rank, p in enumerate(processes) if p.poll() is None]
-        for p in processes:
-            p.kill()
-            p.wait()
-    codes = [p.returncode for p in processes]
+    order = {"world_size": world_size, "target": target, "folder": str(folder), "port": _free_port()}
+    nursery = _nursery(gpus)
+    assert nursery.stdin is not None
+    assert nursery.stdout is not None
+    nursery.stdin.write(json.dumps(order | {"timeout_s": timeout_s}) + "\n")
+    nursery.stdin.flush()
+    answer = nursery.stdout.readline()
+    assert answer, f"the nursery of {target} ended with {nursery.wait()}"
+    codes, late = json.loads(answer)
     if any(codes):
         ends = "\n".join(f"--- rank {r} (exit {codes[r]})\n{logs[r].read_text()[-3000:]}" for r in range(world_size))
         raise AssertionError(f"{target}: ranks {late} were stopped, exit codes {codes}\n{ends}")
     return [torch.load(folder / f"result{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
-def main() -> None:
-    """Body of one rank: ``python -m tests.support.distributed module:function folder``."""
-    target, folder = sys.argv[1], Path(sys.argv[2])
-    module, _, name = target.partition(":")
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+@cache
+def _nursery(gpus: bool) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "tests.support.distributed"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
+
+
+def _rank(order: dict[str, Any], rank: int) -> None:
+    """Body of one forked rank."""
+    folder, world_size = Path(order["folder"]), int(order["world_size"])
+    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.environ |= {"WORLD_SIZE": str(world_size), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(order["port"])}
     torch.set_num_threads(1)
+    module, _, name = order["target"].partition(":")
     arguments = torch.load(folder / "arguments.pt", weights_only=False)
     result = getattr(importlib.import_module(module), name)(rank, world_size, arguments)
     torch.save(result, folder / f"result{rank}.pt")
+
+
+def _fork(order: dict[str, Any], rank: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        _rank(order, rank)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not the nursery's way out, which belongs to whoever started it.
+        os._exit(code)
+
+
+def _run(order: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """(exit codes, ranks that had to be stopped)."""
+    importlib.import_module(order["target"].partition(":")[0])
+    pids = [_fork(order, rank) for rank in range(order["world_size"])]
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + order["timeout_s"]
+    # Once a rank has failed, the others would wait for it until gloo gives up.
+    while len(codes) < len(pids) and not any(codes.values()) and time.monotonic() < deadline:
+        for rank, pid in enumerate(pids):
+            if rank not in codes and (status := os.waitpid(pid, os.WNOHANG))[0]:
+                codes[rank] = os.waitstatus_to_exitcode(status[1])
+        time.sleep(0.02)
+    late = [rank for rank in range(len(pids)) if rank not in codes]
+    for rank in late:
+        os.kill(pids[rank], signal.SIGKILL)
+        codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1])
+    return [codes[rank] for rank in range(len(pids))], late
+
+
+def main() -> None:
+    """The nursery: orders on stdin, answers on stdout, one line each; prints of what it imports go to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for module in PRELOADED:
+        importlib.import_module(module)
+    for line in sys.stdin:
+        answers.write(json.dumps(_run(json.loads(line))) + "\n")
+        answers.flush()
 
 
 if __name__ == "__main__":
