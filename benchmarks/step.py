@@ -107,7 +107,7 @@ def run_arm(model_name: str, arm: str, settings: Settings, layout: ParallelSecti
 
     begin = time.perf_counter()
     layout = layout or ParallelSection()
-    initialize(layout, "auto", 1)
+    parallel = initialize(layout, "auto", 1)
     config = run_config(settings)
     shape = read_shape(hf_config, Path("random"))
     model = build_policy(
@@ -122,7 +122,7 @@ def run_arm(model_name: str, arm: str, settings: Settings, layout: ParallelSecti
     install_random(model, arm, seed=1)
     whole = layout.pipeline_model_parallel_size == 1
     registry = NoiseRegistry(norms(model, shape), expected_norms(shape), config.noise, 1, complete=whole)
-    distributed = bool(layout.use_distributed_optimizer)
+    distributed = layout.spreads_optimizer(parallel.data_size)
     return _measure(model, registry, config, settings, distributed=distributed) | {
         "attention": asdict(model.attention),
         "arm_s": time.perf_counter() - begin,

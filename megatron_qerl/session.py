@@ -66,9 +66,7 @@ class Session:
 
     def optimizer(self) -> AdapterOptimizer:
         """The run's optimizer; Megatron's distributed one where the config says so, or by default, several replicas."""
-        distributed = self.config.parallel.use_distributed_optimizer
-        if distributed is None:
-            distributed = self.parallel.data_size > 1
+        distributed = self.config.parallel.spreads_optimizer(self.parallel.data_size)
         train = self.config.train
         updates = train.steps * train.minibatches_per_step
         return AdapterOptimizer(self.model, self.config.optimizer, updates, distributed=distributed)

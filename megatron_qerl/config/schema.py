@@ -99,6 +99,10 @@ class ParallelSection(Section):
         default=30, description="a rank that waits longer for another gives up; must exceed the longest rollout"
     )
 
+    def spreads_optimizer(self, data_size: int) -> bool:
+        """Whether optimizer states are spread over ``data_size`` data-parallel ranks."""
+        return data_size > 1 if self.use_distributed_optimizer is None else self.use_distributed_optimizer
+
     @model_validator(mode="after")
     def _sequences_need_tensors(self) -> Self:
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:

@@ -19,6 +19,7 @@ from megatron_qerl.planning.sizes import (
     adapter_parameters,
     block_linears,
     block_norms,
+    shared_adapter_parameters,
     stage_blocks,
     vocabulary_parameters,
 )
@@ -66,18 +67,40 @@ class Ledger:
         return max(self.total("training"), self.total("rollout"))
 
 
-def _static(config: RunConfig, shape: ModelShape, stage: int, blocks: int, data_size: int, packed: bool) -> list[Entry]:
+def _owned_masters(config: RunConfig, linears: list[Linear], gpus: int) -> int:
+    """Adapter elements of a block that one rank's optimizer updates.
+
+    A distributed optimizer splits them over the ranks that hold the same ones: data-parallel ranks, and of an expert's
+    own factors those few that hold the same experts.
+    """
+    layout = config.parallel
+    stage = max(1, gpus // layout.pipeline_model_parallel_size)
+    # Context-parallel ranks hold the same parameters, and Megatron spreads the optimizer over them too.
+    dense = max(1, stage // layout.tensor_model_parallel_size)
+    width = layout.expert_tensor_parallel_size or layout.tensor_model_parallel_size
+    experts = max(1, stage // (width * layout.expert_model_parallel_size))
+    if layout.use_distributed_optimizer is False:
+        dense = experts = 1
+    total = 0
+    for linear in linears:
+        whole = adapter_parameters(linear, config.lora)
+        shared = shared_adapter_parameters(linear, config.lora)
+        total += shared // dense + (whole - shared) // (experts if linear.copies > 1 else dense)
+    return total
+
+
+def _static(config: RunConfig, shape: ModelShape, stage: int, blocks: int, gpus: int, packed: bool) -> list[Entry]:
     layout, width = config.parallel, _DTYPE_BYTES[config.model.dtype]
     linears = block_linears(shape, layout)
     weights = blocks * sum(linear.weights for linear in linears)
     adapters = blocks * sum(adapter_parameters(linear, config.lora) for linear in linears)
+    masters = blocks * _owned_masters(config, linears, gpus)
     biases = blocks * linears[0].rows * shape.qkv_bias
     router = blocks * shape.experts.count * shape.hidden_size if shape.experts is not None else 0
     vocabulary = vocabulary_parameters(shape, layout, stage)
     last = stage == layout.pipeline_model_parallel_size - 1
     norms = blocks * block_norms(shape) + shape.hidden_size * last
     master = 12 if width == 2 else 8
-    distributed = layout.use_distributed_optimizer is not False and data_size > 1
     decoded = max(linear.rows * linear.cols * linear.copies for linear in linears) * width
     resident = packed and config.model.weight_cache == "resident"
     entries = [
@@ -97,9 +120,9 @@ def _static(config: RunConfig, shape: ModelShape, stage: int, blocks: int, data_
         Entry("adapter gradients", adapters * 4, "always", "FP32 buffer of Megatron's DDP"),
         Entry(
             "optimizer",
-            adapters * master // (data_size if distributed else 1),
+            masters * master,
             "always",
-            ("FP32 copy and " if width == 2 else "") + "two moments" + (", split over data parallelism" * distributed),
+            ("FP32 copy and " if width == 2 else "") + "two moments" + (", spread over ranks" * (masters < adapters)),
         ),
     ]
     if resident:
@@ -117,7 +140,7 @@ def _saved_by_a_block(shape: ModelShape, linears: list[Linear], tokens: int, wid
     return tokens * (features + linears[2].rows * routed) * width
 
 
-def _training(config: RunConfig, shape: ModelShape, stage: int, blocks: int) -> list[Entry]:
+def _training(config: RunConfig, shape: ModelShape, stage: int, blocks: int, gpus: int) -> list[Entry]:
     layout, width = config.parallel, _DTYPE_BYTES[config.model.dtype]
     tokens = -(-config.train.microbatch_tokens // layout.context_parallel_size)
     hidden_tokens = tokens // layout.tensor_model_parallel_size if layout.sequence_parallel else tokens
@@ -141,9 +164,13 @@ def _training(config: RunConfig, shape: ModelShape, stage: int, blocks: int) -> 
         columns = -(-shape.vocab_size // layout.tensor_model_parallel_size)
         rows = config.train.logprob_chunk_tokens or default_chunk_rows(tokens, columns)
         head = min(rows, tokens) * columns * 6 + 3 * hidden
+    update = 4 * blocks * _owned_masters(config, linears, gpus)
     entries.append(
         Entry(
-            "activations of a layer", max(layer, head), "training", "the wider of one layer's backward and the head's"
+            "a layer or the update",
+            max(layer, head, update),
+            "training",
+            "the largest of a layer's backward, the head's, and the update's copy of what it changes",
         )
     )
     return entries
@@ -177,12 +204,10 @@ def ledgers(config: RunConfig, shape: ModelShape, *, gpus: int, packed: bool) ->
     """
     layout = config.parallel
     check_layout(shape, layout.tensor_model_parallel_size)
-    product = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.context_parallel_size
-    data_size = max(1, gpus // product)
     result = []
     for stage, blocks in enumerate(stage_blocks(shape.num_blocks, layout)):
-        entries = _static(config, shape, stage, blocks, data_size, packed)
-        entries += _training(config, shape, stage, blocks) + _rollout(config, shape, blocks)
+        entries = _static(config, shape, stage, blocks, gpus, packed)
+        entries += _training(config, shape, stage, blocks, gpus) + _rollout(config, shape, blocks)
         result.append(Ledger(stage, tuple(entries)))
     return result
 

@@ -68,6 +68,17 @@ def adapter_parameters(linear: Linear, lora: LoraSection) -> int:
     return (a + b) * linear.copies
 
 
+def shared_adapter_parameters(linear: Linear, lora: LoraSection) -> int:
+    """Of these, elements that every data-parallel rank holds alike: all but an expert's own factors."""
+    whole = adapter_parameters(linear, lora)
+    if linear.copies == 1 or not whole:
+        return whole
+    if lora.expert_mode == "per_expert":
+        return 0
+    adapted = [rows for name, rows in linear.parts if name in lora.targets]
+    return lora.rank * (len(adapted) * linear.cols if linear.split == "rows" else sum(adapted))
+
+
 def stage_blocks(num_blocks: int, layout: ParallelSection) -> list[int]:
     """Blocks of each pipeline stage; remainders go to the first segments."""
     stages, virtual = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size or 1
