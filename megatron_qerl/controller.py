@@ -128,7 +128,10 @@ class TrainingRun:
         self.ranks.same("the training and evaluation problems", self.data_hash)
         if verifier is not None:
             verifier.check_references([*problems, *(p.problem for p in self.eval_prompts)])
-        self.collector = Collector(self.replicas, prompts, config)
+        # The clean policy has routes of its own; only the policy that generated shares the engine's.
+        replays = config.rollout.routing_replay and config.algorithm.likelihood == "replay"
+        routes = replays and session.shape.experts is not None
+        self.collector = Collector(self.replicas, prompts, config, routes=routes)
         answer = session.tokenizer.encode(problems[0].answer, add_special_tokens=False)
         probe = TrainingResponse((*answer, session.stop_token_ids[0]), (0.0,) * (len(answer) + 1), 0.0, 0)
         self.probe = [TrainingGroup(prompts[0].token_ids, (probe,))]
@@ -224,6 +227,7 @@ class TrainingRun:
             settings = self.config.train
             piece = first_piece(group, settings.microbatch_tokens, share_prefix=settings.share_prompt_prefix)
             measured = self.ranks.gather(self.trainer.measure_engine([piece], noise))
+            routing = self._routing_values(piece, noise)
         for comparison in measured:
             check_engine(comparison, noise, ROUNDING[self.config.model.dtype])
             self._check_parity(comparison.max_abs, comparison.mean_abs)
@@ -231,7 +235,17 @@ class TrainingRun:
             "noise/engine_slope": max((c.slope for c in measured), key=lambda slope: abs(slope - 1.0)),
             "parity/logprob_max_abs": max(c.max_abs for c in measured),
             "parity/logprob_mean_abs": max(c.mean_abs for c in measured),
-        }
+        } | routing
+
+    def _routing_values(self, piece: TrainingGroup, noise: NoiseState) -> dict[str, float]:
+        """How many of the routers' choices the noise changed, and how many the engine made that the trainer would not:
+        the largest share over the ranks, which have different layers and tokens."""
+        if self.session.shape.experts is None:
+            return {}
+        shares = {"routing/flipped_by_noise": self.trainer.flipped_by_noise([piece], noise)}
+        if piece.responses[0].routes is not None:
+            shares["routing/flipped_by_engine"] = self.trainer.flipped_by_engine([piece], noise)
+        return self.ranks.largest(shares)
 
     def update(self, collected: CollectedStep, noise: NoiseState) -> StepStatistics:
         """Advantages, then all optimizer updates of this rollout. Without a trainable group nothing is updated."""

@@ -130,6 +130,8 @@ class Completion:
         finish_reason: "stop" (a stop token), "length" (ran into max_new_tokens), "abort" (engine gave up).
         policy: what generated it.
         response_index: position in its group; with the prompt's uid and the seed it names the random stream.
+        routes: of a mixture of experts, if they were wanted: the experts that the prompt's and the response's tokens
+            (but the last) went to, a ``layers.routing.RoutingRecord``.
     """
 
     token_ids: tuple[int, ...]
@@ -137,6 +139,7 @@ class Completion:
     finish_reason: FinishReason
     policy: PolicyVersion
     response_index: int
+    routes: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         assert len(self.token_ids) == len(self.logprobs), "one log-probability a token"

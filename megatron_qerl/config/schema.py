@@ -156,6 +156,10 @@ class RolloutSection(Section):
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: NonNegativeInt = Field(default=0, description="0 keeps the whole vocabulary")
     max_batch_size: PositiveInt = Field(default=128, description="rows decoded at once by the embedded engine")
+    routing_replay: bool = Field(
+        default=True,
+        description="mixture of experts under likelihood replay: the trainer sends each token where the engine sent it",
+    )
     parity_bound: PositiveFloat | None = Field(
         default=None,
         description="largest |engine - trainer| log-probability, a twentieth of it on average; "

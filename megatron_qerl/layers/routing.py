@@ -8,7 +8,7 @@ from the trainer's own logits, so the gradient is that of the policy that genera
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from megatron_qerl.errors import FaultError
-from megatron_qerl.types import NoiseState
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,11 @@ class RoutingRecord:
         """One record of all tokens, in order."""
         blocks = records[0].experts.keys()
         return RoutingRecord({b: torch.cat([r.experts[b] for r in records]) for b in blocks})
+
+    @staticmethod
+    def union(records: Sequence[RoutingRecord]) -> RoutingRecord:
+        """One record of the same tokens, with the blocks of all pipeline stages."""
+        return RoutingRecord({block: experts for r in records for block, experts in r.experts.items()})
 
     def flipped_share(self, other: RoutingRecord) -> float:
         """Share of this record's (token, block, expert) choices that ``other``, of the same tokens, did not make.
@@ -133,21 +137,6 @@ class RoutingContext:
         """Keep a block's choices, [T, k]."""
         assert self._recording is not None, "nothing is being recorded"
         self._recording.experts.setdefault(block, []).append(experts.to(torch.int16).cpu())
-
-
-def flipped_routes(context: RoutingContext, score: Callable[[NoiseState | None], object], noise: NoiseState) -> float:
-    """Share of choices that noise changes, over the blocks and tokens of this rank.
-
-    Args:
-        context: the model's.
-        score: forwards over one batch under a noise state, or clean; called with None and with ``noise``.
-    """
-    records = []
-    for state in (None, noise):
-        with context.recording() as kept:
-            score(state)
-        records.append(kept.record())
-    return records[0].flipped_share(records[1])
 
 
 def pack_routes(groups: Sequence[tuple[int, Sequence[RoutingRecord]]], *, share_prefix: bool) -> RoutingRecord:

@@ -81,6 +81,7 @@ GROUPS: tuple[PlotGroup, ...] = (
     PlotGroup("noise_modules", "Noise: modules touched", "modules (count)", "steps"),
     PlotGroup("noise_change", "Noise: change of log-probability", "|change| (nats)", log=True),
     PlotGroup("engine_slope", "Noise: effect seen in the engine", "share of the effect"),
+    PlotGroup("routing", "Mixture of experts: choices that differ", "share of the choices"),
     PlotGroup("entropy", "Entropy of the sampling distribution", "entropy (nats)"),
     PlotGroup("ratio", "Probability ratio", "ratio", "band", log=True),
     PlotGroup("ratio_std", "Spread of the ratio", "standard deviation"),
@@ -269,6 +270,22 @@ def _policy() -> Iterable[Metric]:
         "engine_slope",
         "Share of the noise's effect on the log-probabilities that the engine's own numbers show: 1 if it generated "
         "under the recorded noise, 0 if it had none (regression over the tokens of one group).",
+    )
+    choices = "Share of (token, block, expert) choices of the routers"
+    yield Metric(
+        "routing/flipped_by_noise",
+        "fraction",
+        "routing",
+        f"{choices} that the noise changes, on the tokens of one group; the largest over the ranks.",
+        "max",
+    )
+    yield Metric(
+        "routing/flipped_by_engine",
+        "fraction",
+        "routing",
+        f"{choices} that the engine made and the trainer, under the same noise, would not have made. With "
+        "rollout.routing_replay the trainer makes the engine's.",
+        "max",
     )
     difference = "absolute difference of the engine's and the trainer's log-probability of a generated token"
     yield Metric("parity/logprob_max_abs", "nats", "parity", f"Largest {difference}.", "max")

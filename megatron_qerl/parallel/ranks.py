@@ -33,6 +33,7 @@ class Ranks:
         replica, replicas: number of this rank's replica and how many there are. Where experts are spread over more
             ranks than one copy of the dense layers, those copies are one replica: their experts answer together.
         leads: whether this rank is the first of its replica.
+        leads_stage: whether it is the first of its replica that holds its layers.
         host: name of this machine.
         group: gloo group of all ranks; None if there is one rank.
         store: what all ranks can reach without each other; None if there is one rank.
@@ -43,6 +44,7 @@ class Ranks:
     replica: int = 0
     replicas: int = 1
     leads: bool = True
+    leads_stage: bool = True
     host: str = ""
     group: dist.ProcessGroup | None = None
     store: dist.Store | None = None

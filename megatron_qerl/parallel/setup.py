@@ -170,18 +170,18 @@ def _ranks(layout: ParallelSection, world_size: int, timeout: timedelta) -> Rank
     expert_tensor = layout.expert_tensor_parallel_size or layout.tensor_model_parallel_size
     copies = max(1, layout.expert_model_parallel_size * expert_tensor // per_copy)
     data_rank = parallel_state.get_data_parallel_rank()
-    leads = (
+    leads_stage = (
         data_rank % copies == 0
         and parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_context_parallel_rank() == 0
-        and parallel_state.get_pipeline_model_parallel_rank() == 0
     )
     return Ranks(
         rank=dist.get_rank(),
         size=world_size,
         replica=data_rank // copies,
         replicas=parallel_state.get_data_parallel_world_size() // copies,
-        leads=leads,
+        leads=leads_stage and parallel_state.get_pipeline_model_parallel_rank() == 0,
+        leads_stage=leads_stage,
         host=host_name(),
         group=dist.new_group(backend="gloo", timeout=timeout),
         store=None if _store is None else dist.PrefixStore(f"notes {_starts}", _store),

@@ -41,10 +41,13 @@ class Collector:
         replicas: generate and judge.
         prompts: rendered training prompts, by problem index.
         config: the run's.
+        routes: whether responses shall carry the experts that their tokens went to.
     """
 
-    def __init__(self, replicas: Replicas, prompts: Sequence[Prompt], config: RunConfig) -> None:
-        self.replicas, self.prompts, self.config = replicas, prompts, config
+    def __init__(
+        self, replicas: Replicas, prompts: Sequence[Prompt], config: RunConfig, *, routes: bool = False
+    ) -> None:
+        self.replicas, self.prompts, self.config, self.routes = replicas, prompts, config, routes
         self.order = DataOrder(len(prompts), config.run.seed)
 
     def collect(self, sampling: SamplingParams, data_position: int, stream: int, clock: PhaseClock) -> CollectedStep:
@@ -75,7 +78,7 @@ class Collector:
         self, prompts: Sequence[Prompt], sampling: SamplingParams, stream: int, clock: PhaseClock
     ) -> list[Group]:
         size = self.config.rollout.group_size
-        requests = [GenerationRequest(p, size, stream + i) for i, p in enumerate(prompts)]
+        requests = [GenerationRequest(p, size, stream + i, self.routes) for i, p in enumerate(prompts)]
         return [self._shaped(group) for group in self.replicas.answer(requests, sampling, clock)]
 
     def _shaped(self, group: Group) -> Group:

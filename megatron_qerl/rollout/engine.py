@@ -23,11 +23,13 @@ class GenerationRequest:
         group_size: how many responses.
         stream: number of this draw of the prompt; (seed, prompt uid, response index, stream) names the random stream,
             so a completion does not depend on what it was batched with.
+        routes: whether completions shall carry the experts that their tokens went to.
     """
 
     prompt: Prompt
     group_size: int
     stream: int
+    routes: bool = False
 
 
 class RolloutEngine(Protocol):

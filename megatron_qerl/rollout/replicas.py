@@ -10,10 +10,12 @@ import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 from megatron_qerl.config.schema import RewardSection
 from megatron_qerl.errors import FaultError
+from megatron_qerl.layers.routing import RoutingRecord
 from megatron_qerl.metrics.phases import PhaseClock
 from megatron_qerl.parallel.ranks import Ranks
 from megatron_qerl.rewards.math import MathVerifier
@@ -58,7 +60,8 @@ def score_groups(
         scored = []
         for c, text in zip(group, group_texts, strict=True):
             judgement = next(judgements)
-            scored.append(ScoredCompletion(c, judgement, judgement.score, text))
+            # Routes take their own way, together with those of other pipeline stages.
+            scored.append(ScoredCompletion(replace(c, routes=None), judgement, judgement.score, text))
         groups.append(Group(prompt, tuple(scored)))
     return groups
 
@@ -97,8 +100,30 @@ class Replicas:
             groups = None
             if self.verifier is not None:
                 groups = score_groups([r.prompt for r in own], completions, self.tokenizer, self.verifier)
+        routes = None
+        if self.ranks.leads_stage and any(r.routes for r in own):
+            routes = [[c.routes for c in group] for group in completions]
         with clock.phase("rollout"):  # mostly waiting for the slowest replica
-            return self._merged(len(requests), _digest(completions), groups)
+            merged = self._merged(len(requests), _digest(completions), groups)
+            return self._routed(merged, routes) if any(r.routes for r in requests) else merged
+
+    def _routed(self, groups: list[Group], routes: list[list[RoutingRecord]] | None) -> list[Group]:
+        """The groups with every stage's record of their tokens."""
+        found: list[list[list[RoutingRecord]]] = [[[] for _ in group.responses] for group in groups]
+        for replica, part in self.ranks.gather((self.ranks.replica, routes)):
+            for group, records in zip(found[replica :: self.ranks.replicas], part or (), strict=False):
+                for response, record in zip(group, records, strict=True):
+                    response.append(record)
+        return [
+            replace(
+                group,
+                responses=tuple(
+                    replace(r, completion=replace(r.completion, routes=RoutingRecord.union(parts)))
+                    for r, parts in zip(group.responses, records, strict=True)
+                ),
+            )
+            for group, records in zip(groups, found, strict=True)
+        ]
 
     def _merged(self, count: int, digest: str, groups: list[Group] | None) -> list[Group]:
         everywhere = self.ranks.gather((self.ranks.replica, digest, groups))

@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megatron_qerl.errors import ConfigError
 from megatron_qerl.layers.packing import PackedTokens, pack
+from megatron_qerl.layers.routing import RoutingRecord, pack_routes
 from megatron_qerl.types import Group
 
 
 @dataclass(frozen=True)
 class TrainingResponse:
-    """One response as the objective sees it; ``sequence`` numbers it in the batch."""
+    """One response as the objective sees it; ``sequence`` numbers it in the batch.
+
+    ``routes`` are the experts that the engine sent it to, to be replayed; None leaves them to the routers.
+    """
 
     token_ids: tuple[int, ...]
     rollout_logprobs: tuple[float, ...]
     advantage: float
     sequence: int
+    routes: RoutingRecord | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,9 @@ def training_groups(groups: Sequence[Group]) -> list[TrainingGroup]:
         responses = []
         for scored, advantage in zip(group.responses, group.advantages, strict=True):
             completion = scored.completion
-            responses.append(TrainingResponse(completion.token_ids, completion.logprobs, advantage, number))
+            responses.append(
+                TrainingResponse(completion.token_ids, completion.logprobs, advantage, number, completion.routes)
+            )
             number += 1
         result.append(TrainingGroup(group.prompt.token_ids, tuple(responses)))
     return result
@@ -227,6 +234,10 @@ def build_microbatch(groups: Sequence[TrainingGroup], device: torch.device, *, s
         [(g.prompt_ids, [r.token_ids for r in g.responses]) for g in groups], device, share_prefix=share_prefix
     )
     responses = [r for g in groups for r in g.responses]
+    if counts and responses[0].routes is not None:
+        records = [(len(g.prompt_ids), [r.routes for r in g.responses if r.routes is not None]) for g in groups]
+        assert sum(len(r) for _, r in records) == len(responses), "all responses of a batch have routes, or none"
+        tokens.params.routing = pack_routes(records, share_prefix=share_prefix)
     lengths = torch.tensor([len(r.token_ids) for r in responses])
 
     def spread(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ depend on how the batch was cut.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from megatron_qerl.algorithms.likelihood import LikelihoodPlan, plan
 from megatron_qerl.algorithms.objective import RatioStatistics, aggregate, clipped_policy_loss, ratio_statistics
 from megatron_qerl.config.schema import AlgorithmSection, RunConfig
 from megatron_qerl.errors import NonFiniteError
+from megatron_qerl.layers.routing import RoutingRecord
 from megatron_qerl.models.policy import LogprobQuery, PolicyChunks
 from megatron_qerl.noise.proof import EngineComparison, compare_engine
 from megatron_qerl.noise.registry import NoiseRegistry
@@ -79,6 +80,11 @@ class StepStatistics:
         self.parity_sum += other.parity_sum
         self.parity_tokens += other.parity_tokens
         self.non_finite = sorted({*self.non_finite, *other.non_finite})
+
+
+def _free(groups: Sequence[TrainingGroup]) -> list[TrainingGroup]:
+    """The groups without routes to replay."""
+    return [replace(g, responses=tuple(replace(r, routes=None) for r in g.responses)) for g in groups]
 
 
 class Trainer:
@@ -186,6 +192,26 @@ class Trainer:
         clean = torch.cat([lp for lp, _ in self.logprobs(batches, None)])
         rollout = torch.cat([b.rollout_logprobs for b in batches])
         return compare_engine(rollout, noisy, clean)
+
+    def flipped_by_noise(self, groups: Sequence[TrainingGroup], noise: NoiseState) -> float:
+        """Share of this rank's routing choices for ``groups`` that the noise changes, nothing replayed."""
+        batches = self._microbatches(_free(groups))
+        return self._routes(batches, None).flipped_share(self._routes(batches, noise))
+
+    def flipped_by_engine(self, groups: Sequence[TrainingGroup], noise: NoiseState) -> float:
+        """Share of the engine's choices on this rank's layers that the trainer would not make under the same noise."""
+        replayed, free = self._microbatches(groups), self._microbatches(_free(groups))
+        return self._routes(replayed, noise).flipped_share(self._routes(free, noise))
+
+    def _routes(self, batches: list[MicroBatch], noise: NoiseState | None) -> RoutingRecord:
+        """Where this rank's layers send the tokens that it holds, padding left out."""
+        records = []
+        for batch in batches:
+            with self.model.routing.recording() as kept:
+                self.logprobs([batch], noise)
+            shard, record = batch.tokens.params.shard, kept.record()
+            records.append(record if shard is None else record.rows(shard.local[shard.local >= 0].cpu()))
+        return RoutingRecord.concatenate(records)
 
     def train_step(self, groups: Sequence[TrainingGroup], noise: NoiseState) -> StepStatistics:
         """All updates of one rollout.

@@ -200,6 +200,8 @@ def test_a_broken_rule_shows(broken: Any, two: list[dict[str, Any]], references:
 
 RUN_LAYOUTS = {
     "ep2": ["parallel.expert_model_parallel_size=2"],
+    "pp2": ["parallel.pipeline_model_parallel_size=2"],  # a stage records the routes of its own blocks
+    "cp2_ep2": ["parallel.context_parallel_size=2", "parallel.expert_model_parallel_size=2"],
     "tp2_ep2": [
         "parallel.expert_model_parallel_size=2",
         "parallel.tensor_model_parallel_size=2",
@@ -211,7 +213,10 @@ RUN_LAYOUTS = {
 
 @pytest.mark.slow
 def test_whole_runs_on_two_ranks_equal_one(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Generation too: ranks that share experts decode in step, and the tokens are those of one rank."""
+    """Generation too: ranks that share experts decode in step, and the tokens are those of one rank.
+
+    The trainer replays the engine's routes, whichever rank recorded them.
+    """
     config = write_run(tmp_path)
     common = ["train", str(config), f"model.path={folders['packed']}", "train.steps=3", "noise.router=clean"]
     common += ["algorithm.dynamic_sampling.enabled=false"]
@@ -228,6 +233,7 @@ def test_whole_runs_on_two_ranks_equal_one(folders: dict[str, Path], tmp_path: P
             # Of a run: Adam divides by the root of its second moment, which small gradients make uneven.
             assert difference(found["optimizer/gradient_norm"], wanted["optimizer/gradient_norm"]) <= 1e-4, name
             assert found["parity/logprob_max_abs"] <= 1e-4
+            assert found.get("routing/flipped_by_engine") == wanted.get("routing/flipped_by_engine")
 
 
 def _steps(run: Path) -> list[dict[str, float]]:

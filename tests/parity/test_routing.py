@@ -14,11 +14,11 @@ from torch import Tensor
 from megatron_qerl.config.schema import NoiseSection
 from megatron_qerl.errors import FaultError
 from megatron_qerl.layers.packing import pack
-from megatron_qerl.layers.routing import RoutingRecord, flipped_routes, pack_routes
+from megatron_qerl.layers.routing import RoutingRecord, pack_routes
 from megatron_qerl.models.policy import LogprobQuery
 from megatron_qerl.rollout.engine import GenerationRequest
 from megatron_qerl.rollout.engines.embedded import EmbeddedEngine
-from megatron_qerl.types import NoiseState, PolicyVersion
+from megatron_qerl.types import PolicyVersion
 from tests.parity.test_embedded_engine import prompts, sampling
 from tests.parity.test_moe import BLOCKS, CPU, TOP_K, adapted, gradients, packed_logprobs
 from tests.support.loaded import Loaded, load
@@ -69,23 +69,6 @@ def test_flipped_share_counts_choices() -> None:
     assert a.flipped_share(b) == 3 / 8
     with pytest.raises(FaultError, match="routing records"):
         a.flipped_share(a.rows(torch.tensor([0])))
-
-
-def test_flipped_routes_are_measured_over_several_forwards(folder: Path) -> None:
-    loaded = load(folder, noise=STRONG)
-    state = loaded.registry.state(10, 100)
-    shares = []
-    for forwards in ((True,), (False,), (True, False)):
-
-        def score(noise: NoiseState | None, forwards: tuple[bool, ...] = forwards) -> None:
-            with torch.no_grad(), loaded.registry.applied(noise):
-                for share in forwards:
-                    packed_logprobs(loaded, share=share)
-
-        shares.append(flipped_routes(loaded.model.routing, score, state))
-    assert all(0.05 < share < 1.0 for share in shares)
-    assert min(shares[:2]) <= shares[2] <= max(shares[:2])
-    assert flipped_routes(loaded.model.routing, lambda _: packed_logprobs(loaded), state) == 0.0
 
 
 def test_replay_of_the_same_policy_is_bit_equal(folder: Path) -> None:
@@ -143,11 +126,10 @@ def test_the_engines_routes_are_recorded_and_replay_in_the_trainer(share: bool, 
     loaded = adapted(folder, noise=NoiseSection(sigma_start=0.05))
     noise = loaded.registry.state(10, 100)
     engine = EmbeddedEngine(loaded.model, loaded.registry, 7)  # fewer rows than responses: several batches
-    engine.routes = {}
     engine.publish(PolicyVersion("base", 2, "adapter", noise, 1.0, 1.0, 0))
-    groups = engine.generate([GenerationRequest(p, 4, 5) for p in prompts()], sampling(stops=(1, 7, 8)))
+    groups = engine.generate([GenerationRequest(p, 4, 5, routes=True) for p in prompts()], sampling(stops=(1, 7, 8)))
     assert len({len(c.token_ids) for g in groups for c in g}) > 3  # rows have left the batch
-    routes = [(len(p.token_ids), [engine.routes[p.problem.uid, i, 5] for i in range(4)]) for p in prompts()]
+    routes = [(len(p.token_ids), [c.routes for c in g]) for p, g in zip(prompts(), groups, strict=True)]
     record = pack_routes(routes, share_prefix=share)
     packs = [(p.token_ids, [c.token_ids for c in g]) for p, g in zip(prompts(), groups, strict=True)]
     tokens = pack(packs, CPU, share_prefix=share)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_qerl.errors import FaultError
 from megatron_qerl.layers.attention import KVCache
-from megatron_qerl.layers.routing import Recording, RoutingRecord
+from megatron_qerl.layers.routing import Recording
 from megatron_qerl.models.policy import PolicyChunks
 from megatron_qerl.noise.registry import NoiseRegistry
 from megatron_qerl.parallel.sequence import whole_sequences
@@ -48,17 +48,12 @@ class EmbeddedEngine:
         model: the trainer's model.
         registry: its noise.
         max_batch_size: rows decoded at once.
-
-    Attributes:
-        routes: (prompt uid, response index, stream) -> experts that the response's tokens went to; filled while
-            it is not None.
     """
 
     def __init__(self, model: PolicyChunks, registry: NoiseRegistry, max_batch_size: int) -> None:
         self.model, self.registry, self.max_batch_size = model, registry, max_batch_size
         self._policy: PolicyVersion | None = None
         self._kv_peak_bytes = 0
-        self.routes: dict[tuple[str, int, int], RoutingRecord] | None = None
 
     @property
     def kv_cache_peak_bytes(self) -> int:
@@ -141,7 +136,8 @@ class EmbeddedEngine:
         self, part: list[tuple[GenerationRequest, range]], sampling: SamplingParams, policy: PolicyVersion
     ) -> list[list[Completion]]:
         prompts = [r.prompt.token_ids for r, _ in part]
-        with self._recording() as kept:
+        wanted = any(r.routes for r, _ in part)
+        with self._recording(wanted) as kept:
             cache, logits, blocked = self._prefill(prompts, sampling.max_new_tokens)
         device = logits.device
         names = [(r.prompt.problem.uid, i, r.stream) for r, indices in part for i in indices]
@@ -177,7 +173,7 @@ class EmbeddedEngine:
                 cache.select(keep)
                 token = token[keep]
             end_position = cache.sequence_len_offset + 1
-            with self._recording() as kept:
+            with self._recording(wanted) as kept:
                 logits = self.model(
                     token[:, None],
                     batch.next_position[:, None],
@@ -187,14 +183,13 @@ class EmbeddedEngine:
             if trace is not None and kept is not None:
                 trace.step(kept.record(), batch.row.tolist())
             batch.next_position = batch.next_position + 1
-        if self.routes is not None and trace is not None:
-            self.routes |= {name: trace.response(row, len(tokens[row])) for row, name in enumerate(names)}
-        return self._completions(part, tokens, logprobs, stopped, policy)
+        completions = self._completions(part, tokens, logprobs, stopped, policy)
+        return completions if trace is None else _with_routes(completions, trace)
 
     @contextmanager
-    def _recording(self) -> Iterator[Recording | None]:
-        """Keep the routes of the forward inside, if they are wanted."""
-        if self.routes is None:
+    def _recording(self, wanted: bool) -> Iterator[Recording | None]:
+        """Keep the routes of the forward inside."""
+        if not wanted:
             yield None
             return
         with self.model.routing.recording() as kept:
@@ -218,3 +213,9 @@ class EmbeddedEngine:
                 group.append(Completion(tuple(tokens[row]), tuple(logprobs[row]), reason, policy, index))
             result.append(group)
         return result
+
+
+def _with_routes(groups: list[list[Completion]], trace: RouteTrace) -> list[list[Completion]]:
+    """The completions of a batch, row after row, with their records."""
+    rows = iter(range(sum(map(len, groups))))
+    return [[replace(c, routes=trace.response(next(rows), len(c.token_ids))) for c in group] for group in groups]
