@@ -189,11 +189,14 @@ def _shifted(load_experts: Callable[..., None], shift: int, *arguments: Any, **n
 
 
 def run_cases(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Body of a rank: name -> what ``train`` returns."""
-    results = {}
+    """Body of a rank: name -> what ``train`` returns. Cases of one layout that follow each other share it."""
+    results: dict[str, Any] = {}
+    standing = None
     for name, options in arguments.items():
+        if standing not in (None, options["layout"]):
+            parallel_state.destroy_model_parallel()
+        standing = options["layout"]
         results[name] = train(**options)
-        parallel_state.destroy_model_parallel()
     setup.shutdown()
     return results
 

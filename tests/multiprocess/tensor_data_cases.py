@@ -166,11 +166,14 @@ def bytes_read(path: Path, layout: str, changes: dict[str, Any]) -> int:
 
 
 def run_cases(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Body of a rank: name -> what the case named ``function`` returns."""
-    results = {}
+    """Body of a rank: name -> what the case's function returns. Cases of one layout that follow each other share it."""
+    results: dict[str, Any] = {}
+    standing = None
     for name, (function, options) in arguments.items():
+        if standing not in (None, options["layout"]):
+            parallel_state.destroy_model_parallel()
+        standing = options["layout"]
         results[name] = globals()[function](**options)
-        parallel_state.destroy_model_parallel()
     setup.shutdown()
     return results
 

@@ -101,7 +101,7 @@ def _launch(world: int, wanted: list[Any], folders: Any, references: Any, folder
             "rollout": references[model, mode, "None"]["rollout"],
             **extra,
         }
-        for layout, model, mode, extra in wanted
+        for layout, model, mode, extra in sorted(wanted, key=lambda case: case[0])
     }
     return launch(world, TARGET, arguments, folder, timeout_s=540)
 
