@@ -56,11 +56,16 @@ def training_values(stats: StepStatistics) -> dict[str, float]:
     """Loss, ratio, correction, entropy, parity and optimizer numbers; empty when nothing was trained."""
     if stats.tokens == 0:
         return {}
+    base = stats.base_tokens
+    divergence = (
+        {"kl/base_k1_nats": stats.base_k1_sum / base, "kl/base_k3_nats": stats.base_k3_sum / base} if base else {}
+    )
     return {
         "loss/policy": stats.loss_sum / stats.normaliser,
         "entropy/sampling_mean_nats": stats.entropy_sum / stats.tokens,
         **stats.ratio.as_metrics(),
         **stats.weights.as_metrics(),
+        **divergence,
         "tokens/trained": float(stats.tokens),
         "optimizer/learning_rate": stats.updates[-1].learning_rate,
         "optimizer/gradient_norm": max(u.gradient_norm for u in stats.updates),

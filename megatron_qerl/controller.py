@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_qerl import bookkeeping as book
-from megatron_qerl.algorithms.advantage import with_advantages, with_zero_advantages
+from megatron_qerl.algorithms.advantage import advantages_for_update, with_zero_advantages
 from megatron_qerl.config.loader import RESOLVED_CONFIG_FILENAME, load_resolved_config, resolved_yaml
 from megatron_qerl.config.schema import RunConfig
 from megatron_qerl.data.dataset import load_dataset, require_disjoint
@@ -46,7 +46,7 @@ from megatron_qerl.trainer import checkpoint
 from megatron_qerl.trainer.batch import TrainingGroup, TrainingResponse, first_piece, training_groups
 from megatron_qerl.trainer.checkpoint import RunPosition
 from megatron_qerl.trainer.step import StepStatistics, Trainer
-from megatron_qerl.types import Group, NoiseState, StepMetrics
+from megatron_qerl.types import NoiseState, StepMetrics
 
 SAMPLES_PER_STEP = 4
 #: Largest |engine - trainer| log-probability that arithmetic alone explains, and how much smaller the mean must be.
@@ -235,7 +235,7 @@ class TrainingRun:
 
     def update(self, collected: CollectedStep, noise: NoiseState) -> StepStatistics:
         """Advantages, then all optimizer updates of this rollout. Without a trainable group nothing is updated."""
-        groups = training_groups([self._with_advantages(g) for g in collected.trainable])
+        groups = training_groups([advantages_for_update(g, self.config.algorithm) for g in collected.trainable])
         if not groups:
             return StepStatistics()
         try:
@@ -247,12 +247,6 @@ class TrainingRun:
         if stats.parity_tokens:
             self._check_parity(stats.parity_max, stats.parity_sum / stats.parity_tokens)
         return stats
-
-    def _with_advantages(self, group: Group) -> Group:
-        # Judged on the raw score: where all are equally right or wrong, shaping alone would teach length.
-        if not group.mixed:
-            return with_zero_advantages(group)
-        return with_advantages(group, self.config.algorithm.advantage_epsilon)
 
     def _keep_evidence(self, collected: CollectedStep) -> None:
         """Responses of a step that did not end in finite numbers, numbered as the error numbers them."""

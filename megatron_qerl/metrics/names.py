@@ -86,8 +86,10 @@ GROUPS: tuple[PlotGroup, ...] = (
     PlotGroup("ratio_std", "Spread of the ratio", "standard deviation"),
     PlotGroup("clip", "Clipped tokens", "tokens (fraction)"),
     PlotGroup("kl", "Divergence from the behaviour policy", "divergence (nats)"),
+    PlotGroup("kl_base", "Divergence from the base model", "divergence (nats)"),
     PlotGroup("weights", "Importance weights", "weight"),
     PlotGroup("correction", "Importance correction: what is left", "tokens (fraction)"),
+    PlotGroup("correction_responses", "Importance correction: responses left", "responses (fraction)"),
     PlotGroup("parity", "Engine and trainer compared", "|difference| (nats)", log=True),
     PlotGroup("loss", "Policy loss", "loss"),
     PlotGroup("learning_rate", "Learning rate", "learning rate"),
@@ -210,13 +212,15 @@ def _policy() -> Iterable[Metric]:
         "ratio/clip_low_fraction",
         "fraction",
         "clip",
-        "Share of trained tokens whose gradient the lower clip bound removed (negative advantage, ratio below it).",
+        "Share of trained tokens on which the lower clip bound took effect: a clipped ratio (negative advantage, ratio "
+        "below it) has no gradient, a clipped weight a bounded one.",
     )
     yield Metric(
         "ratio/clip_high_fraction",
         "fraction",
         "clip",
-        "Share of trained tokens whose gradient the upper clip bound removed (positive advantage, ratio above it).",
+        "Share of trained tokens on which the upper clip bound took effect: a clipped ratio (positive advantage, ratio "
+        "above it) has no gradient, a clipped weight a bounded one.",
     )
     yield Metric(
         "kl/k1_nats",
@@ -225,6 +229,14 @@ def _policy() -> Iterable[Metric]:
         "Mean of log(behaviour / trainer) over trained tokens: unbiased, of high variance, can be negative.",
     )
     yield Metric("kl/k3_nats", "nats", "kl", "Mean of r - 1 - log r over trained tokens, r the ratio: never negative.")
+    base = "over trained tokens, computed where the loss has a divergence from the base (kl_coefficient above 0)."
+    yield Metric(
+        "kl/base_k1_nats",
+        "nats",
+        "kl_base",
+        f"Mean of log(trainer / base model without adapter) {base}",
+    )
+    yield Metric("kl/base_k3_nats", "nats", "kl_base", f"Mean of b - 1 - log b, b = base / trainer, {base}")
     yield Metric(
         "correction/weight_mean", "1", "weights", "Mean importance weight after truncation, over trained tokens."
     )
@@ -248,6 +260,20 @@ def _policy() -> Iterable[Metric]:
         "correction",
         "Share of trained tokens whose importance weight was cut to the cap.",
         "max",
+    )
+    yield Metric(
+        "correction/dropped_fraction",
+        "fraction",
+        "correction",
+        "Share of trained tokens whose importance weight was out of bounds and set to 0 (the mask rules).",
+        "max",
+    )
+    yield Metric(
+        "correction/effective_response_fraction",
+        "fraction",
+        "correction_responses",
+        "(sum w)^2 / (n sum w^2) over the n trained responses with their one weight each (the sequence rules).",
+        "min",
     )
     yield Metric("noise/stage", "index", "stage", "Stage of the noise schedule; stage 0 has no noise.", "last")
     yield Metric("noise/sigma_nominal", "1", "sigma", "Standard deviation that the schedule asks for.", "last")
@@ -277,7 +303,9 @@ def _policy() -> Iterable[Metric]:
 
 def _system() -> Iterable[Metric]:
     """Optimizer, tokens, time, memory."""
-    yield Metric("loss/policy", "1", "loss", "Clipped policy loss that was minimised, mean over the step's updates.")
+    yield Metric(
+        "loss/policy", "1", "loss", "Loss that was minimised, regularizers included, mean over the step's updates."
+    )
     yield Metric("optimizer/learning_rate", "1", "learning_rate", "Learning rate of the step's last update.", "last")
     yield Metric(
         "optimizer/gradient_norm",

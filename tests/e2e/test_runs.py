@@ -45,6 +45,35 @@ def test_every_likelihood_runs_and_checks_the_engine(config: Path, likelihood: s
     assert (run / "report.html").stat().st_size > 10_000
 
 
+GSPO = ["ratio_level=sequence", "ratio_clip_low=3e-4", "ratio_clip_high=4e-4", "loss_aggregation=sequence_mean"]
+OBJECTIVES = {
+    "grpo": ["loss_aggregation=sequence_mean", "kl_coefficient=0.04", "kl_estimator=k3"],
+    "dapo": [],
+    "dr_grpo": ["advantage=leave_one_out", "loss_aggregation=constant"],
+    "gspo": [*GSPO, "likelihood=clean", "importance_correction=sequence_mask"],
+    "cispo": ["surrogate=clipped_weight"],
+    "custom": ["surrogate=clipped_weight", "advantage=mean", "kl_coefficient=0.01", "entropy_coefficient=0.001"],
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_runs_and_updates(config: Path, name: str) -> None:
+    """Two updates a rollout, so that the second is off its policy."""
+    settings = [f"algorithm.{s}" for s in (f"name={name}", "dynamic_sampling.enabled=false", *OBJECTIVES[name])]
+    run = train(config, f"objective_{name}", *settings, "train.minibatches_per_step=2", "train.steps=6")
+    divergence = any("kl_coefficient" in s for s in settings)
+    steps = [step["values"] for step in recorded(run)]
+    assert steps[-1]["optimizer/updates"] == 2 * len(steps)
+    for values in steps:
+        assert values["parity/logprob_max_abs"] <= 1e-4
+        assert ("kl/base_k3_nats" in values) == divergence
+        assert ("correction/effective_response_fraction" in values) == (name == "gspo")
+    assert any(values["optimizer/update_norm"] > 0 for values in steps)
+    assert any(values["ratio/std"] > 0 for values in steps)
+    if divergence:
+        assert steps[-1]["kl/base_k3_nats"] > 0
+
+
 def test_off_policy_minibatches_grpo_and_noisy_evaluation(config: Path) -> None:
     run = train(
         config,

@@ -137,12 +137,6 @@ def test_clean_refuses_a_support_that_was_cut(cut: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "sections",
     [
-        {"algorithm": {"name": "dr_grpo", "likelihood": "replay", **VALID["dr_grpo"]}},
-        {"algorithm": {"name": "gspo", "likelihood": "replay", **GSPO}},
-        {"algorithm": {"name": "cispo", "likelihood": "replay", **VALID["cispo"]}},
-        {"algorithm": {"name": "grpo", "likelihood": "clean", "importance_correction": "token_mask"}},
-        {"algorithm": {"name": "grpo", "likelihood": "replay", "kl_coefficient": 0.1}},
-        {"algorithm": {"name": "custom", "likelihood": "replay", "entropy_coefficient": 0.1}},
         {"noise": {"budget": "relative"}},
         {"noise": {"schedule": "constant", "feedback": {"enabled": True}}},
     ],
