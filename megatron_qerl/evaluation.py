@@ -143,13 +143,19 @@ def _check_identity(session: Session, position: RunPosition, folder: Path) -> No
         )
 
 
+def last_noise(session: Session, position: RunPosition) -> NoiseState:
+    """The noise of the last step before ``position``."""
+    step = max(position.step - 1, 0)
+    return session.registry.state(step, session.config.train.steps, position.extra.get("sigma") or None)
+
+
 def _noise_of(session: Session, position: RunPosition) -> NoiseState:
     """The noise of the checkpoint's last step.
 
     Raises:
         UserError: there was none, so a noisy evaluation would measure the clean policy again.
     """
-    state = session.registry.state(max(position.step - 1, 0), session.config.train.steps)
+    state = last_noise(session, position)
     if not state.active:
         raise UserError(
             "--noisy", f"step {position.step}", "no noise was in force at this checkpoint", "leave out --noisy"

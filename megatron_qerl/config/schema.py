@@ -269,10 +269,7 @@ class RunConfig(Section):
     def _every_key_has_a_reader(self) -> Self:
         # What the algorithms can compute and the trainer does not ask for yet. A line goes when it is wired.
         noise = self.noise
-        for key, value, only in (
-            ("noise.budget", noise.budget, "absolute"),
-            ("noise.feedback.enabled", noise.feedback.enabled, False),
-        ):
+        for key, value, only in (("noise.budget", noise.budget, "absolute"),):
             if value != only:
                 raise ValueError(f"{key} = {value} is not available in this version; use {str(only).lower()}")
         return self

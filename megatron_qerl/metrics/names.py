@@ -71,12 +71,16 @@ GROUPS: tuple[PlotGroup, ...] = (
     PlotGroup("reward", "Reward", "reward (score)", "band"),
     PlotGroup("accuracy", "Accuracy during training", "accuracy (fraction)", "interval"),
     PlotGroup("outcome", "Outcomes", "responses (fraction)", "stacked"),
+    PlotGroup("valid", "Readable answers", "responses (fraction)"),
     PlotGroup("mixed", "Groups with a learning signal", "groups (fraction)"),
     PlotGroup("groups", "Groups generated, kept and dropped", "groups (count)", "stacked"),
+    PlotGroup("score_variance", "Spread of the score within a group", "variance (score^2)"),
+    PlotGroup("distinct", "Diversity within a group", "per group (count)"),
     PlotGroup("refills", "Refills of dropped groups", "per step (count)", "steps"),
     PlotGroup("length", "Response length", "length (tokens)", "band"),
     PlotGroup("truncation", "Responses cut at the length limit", "responses (fraction)"),
     PlotGroup("sigma", "Noise strength", "sigma", "steps", log=True),
+    PlotGroup("log_step", "Noise: change that feedback asked for", "change of log sigma"),
     PlotGroup("stage", "Noise stage", "stage (index)", "steps"),
     PlotGroup("noise_modules", "Noise: modules touched", "modules (count)", "steps"),
     PlotGroup("noise_change", "Noise: change of log-probability", "|change| (nats)", log=True),
@@ -154,6 +158,12 @@ def _quality() -> Iterable[Metric]:
             f"Share of the responses generated in the step that count as {outcome.value}: {_OUTCOME_MEANING[outcome]}.",
         )
     yield Metric(
+        "outcome/valid_fraction",
+        "fraction",
+        "valid",
+        "Share of the responses generated in the step whose answer was read and judged: correct or wrong.",
+    )
+    yield Metric(
         "groups/mixed_fraction",
         "fraction",
         "mixed",
@@ -166,6 +176,25 @@ def _quality() -> Iterable[Metric]:
         ("dropped_other", "Groups dropped for another reason: every answer timed out, or right and wrong score alike."),
     ):
         yield Metric(f"groups/{name}", "count", "groups", definition)
+    yield Metric(
+        "groups/score_variance",
+        "score^2",
+        "score_variance",
+        "Population variance of the raw score within a group, mean over all groups generated in the step.",
+    )
+    yield Metric(
+        "groups/distinct_answers",
+        "count",
+        "distinct",
+        "Different answers among the judged responses of a group, mean over all groups generated in the step.",
+    )
+    yield Metric(
+        "groups/distinct_solutions",
+        "count",
+        "distinct",
+        "Different solutions among the correct responses of a group (two are alike if they hold the same numbers in "
+        "the same order), mean over all groups generated in the step.",
+    )
     generated = "Groups generated in the step, refills included: the kept and the dropped ones."
     yield Metric("groups/generated", "count", "groups", generated, role="total")
     yield Metric("groups/refill_rounds", "count", "refills", "Extra rounds of generation after groups were dropped.")
@@ -202,6 +231,19 @@ def _policy() -> Iterable[Metric]:
         "Entropy of the sampling distribution at each generated token, over the whole vocabulary and at the sampling "
         "temperature, under the policy that the trainer evaluated, averaged over tokens; it is the entropy within one "
         "noise state and leaves out the diversity between noise states.",
+    )
+    compared = "over the tokens of one group of each replica, at the sampling temperature."
+    yield Metric(
+        "entropy/noisy_mean_nats",
+        "nats",
+        "entropy",
+        f"Entropy at each token under the step's noise, by the trainer, {compared}",
+    )
+    yield Metric(
+        "entropy/clean_mean_nats",
+        "nats",
+        "entropy",
+        f"Entropy at the same tokens without noise, by the trainer, {compared}",
     )
     ratio = "ratio of trainer to behaviour probability over the trained tokens"
     yield Metric("ratio/mean", "1", "ratio", f"Mean {ratio}; 1 when both policies agree.")
@@ -276,13 +318,28 @@ def _policy() -> Iterable[Metric]:
         "min",
     )
     yield Metric("noise/stage", "index", "stage", "Stage of the noise schedule; stage 0 has no noise.", "last")
-    yield Metric("noise/sigma_nominal", "1", "sigma", "Standard deviation that the schedule asks for.", "last")
+    yield Metric(
+        "noise/sigma_nominal", "1", "sigma", "Standard deviation that the schedule or feedback asks for.", "last"
+    )
     yield Metric(
         "noise/sigma_effective",
         "1",
         "sigma",
         "Root mean square of the change of the norm scales in the dtype that the kernel multiplies with.",
         "last",
+    )
+    yield Metric(
+        "noise/sigma_next",
+        "1",
+        "sigma",
+        "Standard deviation that feedback chose for the next step; the reason is in the step's info.",
+        "last",
+    )
+    yield Metric(
+        "noise/wanted_log_step",
+        "1",
+        "log_step",
+        "Change of log sigma that feedback's law asked for, before limits and bounds; 0 where a limit decided.",
     )
     yield Metric("noise/modules_expected", "count", "noise_modules", "Norms that the roles call for.", "last")
     yield Metric("noise/modules_touched", "count", "noise_modules", "Norms whose scale changed.", "min")

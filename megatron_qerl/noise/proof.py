@@ -105,6 +105,7 @@ class EngineComparison:
             for none.
         slope_error: standard error of the slope.
         effect_mean_abs: of |trainer under the noise - trainer without|, nats.
+        entropy_noisy, entropy_clean: mean token entropy under the noise and without, nats; None if not measured.
     """
 
     max_abs: float
@@ -112,6 +113,8 @@ class EngineComparison:
     slope: float
     slope_error: float
     effect_mean_abs: float
+    entropy_noisy: float | None = None
+    entropy_clean: float | None = None
 
 
 def compare_engine(rollout_T: Tensor, noisy_T: Tensor, clean_T: Tensor) -> EngineComparison:

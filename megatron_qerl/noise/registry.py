@@ -90,10 +90,16 @@ class NoiseRegistry:
         self.folded = {k: np.asarray(f, dtype=np.float32) for k, f in (folded or {}).items() if k in self.expected}
         self.hash = modules_hash(self.expected, self.folded)
 
-    def state(self, step: int, total_steps: int) -> NoiseState:
-        """The noise of one training step, by the schedule."""
+    def state(self, step: int, total_steps: int, steered: float | None = None) -> NoiseState:
+        """The noise of one training step.
+
+        Args:
+            steered: sigma that feedback chose, in place of the schedule's; stage 0 stays clean.
+        """
         stage = stage_of_step(step, total_steps, self.config.stages) if self.config.enabled else 0
         sigma = sigma_of_stage(self.config, stage) if self.config.enabled else 0.0
+        if steered is not None and sigma > 0.0:
+            sigma = steered
         return NoiseState(
             stage=stage,
             sigma=sigma,

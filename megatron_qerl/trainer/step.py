@@ -8,7 +8,7 @@ depend on how the batch was cut.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -212,10 +212,12 @@ class Trainer:
     def measure_engine(self, groups: Sequence[TrainingGroup], noise: NoiseState) -> EngineComparison:
         """Score ``groups`` under the behaviour noise and without it, and compare with what the engine reported."""
         batches = self._microbatches(groups)
-        noisy = torch.cat([lp for lp, _ in self.logprobs(batches, noise)])
-        clean = torch.cat([lp for lp, _ in self.logprobs(batches, None)])
+        noisy, noisy_entropy = map(torch.cat, zip(*self.logprobs(batches, noise), strict=True))
+        clean, clean_entropy = map(torch.cat, zip(*self.logprobs(batches, None), strict=True))
         rollout = torch.cat([b.rollout_logprobs for b in batches])
-        return compare_engine(rollout, noisy, clean)
+        comparison = compare_engine(rollout, noisy, clean)
+        entropies = {"entropy_noisy": float(noisy_entropy.mean()), "entropy_clean": float(clean_entropy.mean())}
+        return replace(comparison, **entropies)
 
     def train_step(self, groups: Sequence[TrainingGroup], noise: NoiseState) -> StepStatistics:
         """All updates of one rollout.

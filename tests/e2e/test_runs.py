@@ -39,6 +39,12 @@ def test_every_likelihood_runs_and_checks_the_engine(config: Path, likelihood: s
         noisy = values["noise/sigma_nominal"] > 0
         assert noisy == (values.get("noise/modules_touched") == 4)
         assert noisy == (values.get("noise/logprob_change_max", 0.0) > 0)
+        assert noisy == ("entropy/clean_mean_nats" in values)
+        assert not noisy or values["entropy/noisy_mean_nats"] != values["entropy/clean_mean_nats"]
+        readable = values["outcome/correct_fraction"] + values["outcome/wrong_fraction"]
+        assert values["outcome/valid_fraction"] == pytest.approx(readable)
+        assert (values["groups/score_variance"] > 0) == (values["groups/mixed_fraction"] > 0)
+        assert (values["groups/distinct_answers"] > 0) == (values["outcome/valid_fraction"] > 0)
     assert [s["values"]["noise/stage"] for s in steps] == [0, 1, 2]
     summary = json.loads((run / "summary.json").read_text())
     assert summary["likelihood"] == likelihood

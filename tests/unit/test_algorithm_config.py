@@ -138,7 +138,6 @@ def test_clean_refuses_a_support_that_was_cut(cut: dict[str, Any]) -> None:
     "sections",
     [
         {"noise": {"budget": "relative"}},
-        {"noise": {"schedule": "constant", "feedback": {"enabled": True}}},
     ],
 )
 def test_a_run_refuses_what_its_trainer_would_ignore(sections: dict[str, Any]) -> None:

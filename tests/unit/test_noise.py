@@ -126,6 +126,13 @@ def test_stage_zero_and_disabled_noise_touch_nothing() -> None:
     assert registry(NoiseSection(enabled=False)).state(99, 100).sigma == 0.0
 
 
+def test_a_steered_sigma_replaces_the_schedules_except_in_the_clean_stage() -> None:
+    r = registry()
+    assert r.state(50, 100, 0.07) == replace(r.state(50, 100), sigma=0.07)
+    assert r.state(9, 100, 0.07) == r.state(9, 100)
+    assert not registry(NoiseSection(enabled=False)).state(50, 100, 0.07).active
+
+
 def test_the_proof_passes_and_reports_the_effective_sigma() -> None:
     r = registry()
     state = r.state(10, 100)
