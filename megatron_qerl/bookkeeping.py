@@ -97,6 +97,8 @@ def noise_values(
         values["noise/sigma_effective"] = readback.sigma_effective
         values["noise/modules_expected"] = float(readback.expected)
         values["noise/modules_touched"] = float(readback.touched)
+        if state.budget == "relative":
+            values["noise/near_zero_channels"] = float(sum(readback.near_zero.values()))
         values["noise/logprob_change_mean"], values["noise/logprob_change_max"] = change
     return values
 

@@ -134,6 +134,7 @@ class TrainingRun:
         self.probe = [TrainingGroup(prompts[0].token_ids, (probe,))]
         self.position = self._start_position(resume)
         self.saved_step = self.position.step
+        self.near_zero: dict[str, int] = {}
         self.wall_before_s = dict(self.position.wall_s)
         self.sinks = self._sinks(resume) if self.ranks.first else None
 
@@ -200,6 +201,7 @@ class TrainingRun:
 
     def prove_noise(self, noise: NoiseState) -> dict[str, float]:
         """Read the noise back from the model and measure that it moves the probe; stops the run if it does not."""
+        self.near_zero = {}
         if not noise.active:
             return book.noise_values(noise, None, None)
         with self.clock.phase("noise"):
@@ -208,6 +210,7 @@ class TrainingRun:
             check_counts(readback.touched, len(self.session.registry.expected), noise)
             clean, noisy = self.trainer.probe(self.probe, None), self.trainer.probe(self.probe, noise)
             change = logprob_change(clean, noisy, noise)
+        self.near_zero = readback.near_zero
         self.position.extra["noise_modules"] = [readback.expected, readback.touched]
         return book.noise_values(noise, readback, change)
 
@@ -310,7 +313,9 @@ class TrainingRun:
             for record in self.evaluate_policy(f"step_{step:06d}", noise):
                 values |= metric_values(record)
         policy = collected.generated[0].responses[0].completion.policy
-        info = {"adapter_hash": policy.adapter_hash, "noise": asdict(noise)}
+        info: dict[str, Any] = {"adapter_hash": policy.adapter_hash, "noise": asdict(noise)}
+        if self.near_zero:
+            info["near_zero_channels"] = self.near_zero
         if decision is not None:
             values |= book.feedback_values(decision)
             info["feedback"] = asdict(decision)

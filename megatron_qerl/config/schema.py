@@ -266,15 +266,6 @@ class RunConfig(Section):
     metrics: MetricsSection = MetricsSection()
 
     @model_validator(mode="after")
-    def _every_key_has_a_reader(self) -> Self:
-        # What the algorithms can compute and the trainer does not ask for yet. A line goes when it is wired.
-        noise = self.noise
-        for key, value, only in (("noise.budget", noise.budget, "absolute"),):
-            if value != only:
-                raise ValueError(f"{key} = {value} is not available in this version; use {str(only).lower()}")
-        return self
-
-    @model_validator(mode="after")
     def _numbers_would_be_right(self) -> Self:
         rollout, algorithm, noise = self.rollout, self.algorithm, self.noise
         if algorithm.likelihood == "clean" and (rollout.top_p < 1.0 or rollout.top_k > 0):

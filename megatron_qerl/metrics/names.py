@@ -83,6 +83,7 @@ GROUPS: tuple[PlotGroup, ...] = (
     PlotGroup("log_step", "Noise: change that feedback asked for", "change of log sigma"),
     PlotGroup("stage", "Noise stage", "stage (index)", "steps"),
     PlotGroup("noise_modules", "Noise: modules touched", "modules (count)", "steps"),
+    PlotGroup("near_zero", "Noise: scales near zero", "channels (count)", "steps"),
     PlotGroup("noise_change", "Noise: change of log-probability", "|change| (nats)", log=True),
     PlotGroup("engine_slope", "Noise: effect seen in the engine", "share of the effect"),
     PlotGroup("entropy", "Entropy of the sampling distribution", "entropy (nats)"),
@@ -325,7 +326,8 @@ def _policy() -> Iterable[Metric]:
         "noise/sigma_effective",
         "1",
         "sigma",
-        "Root mean square of the change of the norm scales in the dtype that the kernel multiplies with.",
+        "Root mean square of the change of the norm scales in the dtype that the kernel multiplies with; under a "
+        "relative budget of the change as a share of the scale, over scales that are not near zero.",
         "last",
     )
     yield Metric(
@@ -343,6 +345,14 @@ def _policy() -> Iterable[Metric]:
     )
     yield Metric("noise/modules_expected", "count", "noise_modules", "Norms that the roles call for.", "last")
     yield Metric("noise/modules_touched", "count", "noise_modules", "Norms whose scale changed.", "min")
+    yield Metric(
+        "noise/near_zero_channels",
+        "count",
+        "near_zero",
+        "Channels whose norm scale is below a tenth of its norm's median size, where noise relative to the scale was "
+        "shrunk; reported under noise.budget: relative.",
+        "last",
+    )
     change = "absolute change of a probe token's log-probability between clean and noisy policy."
     yield Metric("noise/logprob_change_mean", "nats", "noise_change", f"Mean {change}")
     yield Metric("noise/logprob_change_max", "nats", "noise_change", f"Largest {change}", "max")

@@ -80,6 +80,20 @@ def test_every_objective_runs_and_updates(config: Path, name: str) -> None:
         assert steps[-1]["kl/base_k3_nats"] > 0
 
 
+def test_relative_noise_is_proved_in_engine_and_trainer(config: Path) -> None:
+    run = train(config, "relative", "noise.budget=relative", "algorithm.dynamic_sampling.enabled=false")
+    steps = recorded(run)
+    assert [s["info"]["noise"]["budget"] for s in steps] == ["relative"] * 3
+    for values in (s["values"] for s in steps):
+        assert values["parity/logprob_max_abs"] <= 1e-4
+    for step in steps[1:]:
+        values = step["values"]
+        assert values["noise/near_zero_channels"] == sum(step["info"].get("near_zero_channels", {}).values())
+        assert values["noise/modules_touched"] == 4
+        assert values["noise/engine_slope"] == pytest.approx(1.0, abs=0.05)
+        assert values["noise/sigma_effective"] == pytest.approx(values["noise/sigma_nominal"], rel=0.25)
+
+
 def test_off_policy_minibatches_grpo_and_noisy_evaluation(config: Path) -> None:
     run = train(
         config,

@@ -132,14 +132,3 @@ def test_clean_refuses_a_support_that_was_cut(cut: dict[str, Any]) -> None:
     assert run_config().rollout.top_p == 1.0
     with pytest.raises(ValidationError, match="cannot be repaired by importance weights"):
         run_config(rollout=cut)
-
-
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"noise": {"budget": "relative"}},
-    ],
-)
-def test_a_run_refuses_what_its_trainer_would_ignore(sections: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match="is not available in this version; use"):
-        run_config(**sections)
