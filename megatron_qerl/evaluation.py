@@ -133,7 +133,8 @@ def metric_values(record: EvalRecord) -> dict[str, float]:
     return {name: accuracy.mean, f"{name}_low": accuracy.low, f"{name}_high": accuracy.high}
 
 
-def _check_identity(session: Session, position: RunPosition, folder: Path) -> None:
+def check_identity(session: Session, position: RunPosition, folder: Path) -> None:
+    """Raises CheckpointError if the checkpoint was made on another base than the session's."""
     if session.base_hash != position.base_hash:
         raise CheckpointError(
             f"base model {session.folder.path}",
@@ -177,7 +178,7 @@ def evaluate_run(
     try:
         with setup.reported():
             session = open_session(config)
-            _check_identity(session, position, folder)
+            check_identity(session, position, folder)
             restore(session.model, session.shape, adapter_tensors(folder, position), folder)
             prompts = evaluation_prompts(session, problems if problems is not None else config.eval.problems)
             require_disjoint(load_dataset(config.data.train, config.run.seed), [p.problem for p in prompts])
