@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from megatron_qerl.noise.proof import NoiseReadback
+from megatron_qerl.config.schema import RunConfig
+from megatron_qerl.metrics.exploration import exploration_signals
+from megatron_qerl.noise.controller import Decision, Signals
+from megatron_qerl.noise.proof import EngineComparison, NoiseReadback
 from megatron_qerl.report.summary import SampleRecord
 from megatron_qerl.rewards.outcome import OutcomeCounts
 from megatron_qerl.rollout.collect import CollectedStep
@@ -43,6 +46,7 @@ def rollout_values(collected: CollectedStep, *, filtered: bool) -> dict[str, flo
         "reward/score_mean": sum(r.judgement.score for r in responses) / len(responses),
         **fractions,
         **_group_values(collected, filtered=filtered),
+        **exploration_signals(collected.generated).as_metrics(),
         "length/mean_tokens": sum(lengths) / len(lengths),
         "length/max_tokens": float(max(lengths)),
         "length/min_tokens": float(min(lengths)),
@@ -56,11 +60,16 @@ def training_values(stats: StepStatistics) -> dict[str, float]:
     """Loss, ratio, correction, entropy, parity and optimizer numbers; empty when nothing was trained."""
     if stats.tokens == 0:
         return {}
+    base = stats.base_tokens
+    divergence = (
+        {"kl/base_k1_nats": stats.base_k1_sum / base, "kl/base_k3_nats": stats.base_k3_sum / base} if base else {}
+    )
     return {
         "loss/policy": stats.loss_sum / stats.normaliser,
         "entropy/sampling_mean_nats": stats.entropy_sum / stats.tokens,
         **stats.ratio.as_metrics(),
         **stats.weights.as_metrics(),
+        **divergence,
         "tokens/trained": float(stats.tokens),
         "optimizer/learning_rate": stats.updates[-1].learning_rate,
         "optimizer/gradient_norm": max(u.gradient_norm for u in stats.updates),
@@ -88,8 +97,45 @@ def noise_values(
         values["noise/sigma_effective"] = readback.sigma_effective
         values["noise/modules_expected"] = float(readback.expected)
         values["noise/modules_touched"] = float(readback.touched)
+        if state.budget == "relative":
+            values["noise/near_zero_channels"] = float(sum(readback.near_zero.values()))
         values["noise/logprob_change_mean"], values["noise/logprob_change_max"] = change
     return values
+
+
+def engine_values(measured: Sequence[EngineComparison]) -> dict[str, float]:
+    """The engine's proof over the replicas: the slope farthest from 1, the largest differences, mean entropies."""
+    values = {
+        "noise/engine_slope": max((c.slope for c in measured), key=lambda slope: abs(slope - 1.0)),
+        "parity/logprob_max_abs": max(c.max_abs for c in measured),
+        "parity/logprob_mean_abs": max(c.mean_abs for c in measured),
+    }
+    for name in ("noisy", "clean"):
+        found = [value for c in measured if (value := getattr(c, f"entropy_{name}")) is not None]
+        if found:
+            values[f"entropy/{name}_mean_nats"] = math.fsum(found) / len(found)
+    return values
+
+
+def feedback_signals(
+    collected: CollectedStep, stats: StepStatistics, noise_metrics: Mapping[str, float], config: RunConfig
+) -> Signals:
+    """What a finished noisy step showed to the controller of sigma.
+
+    The trainer's entropy is that under the noise only where it replays the noise; elsewhere the engine's proof has it,
+    from fewer tokens.
+    """
+    found = exploration_signals(collected.generated)
+    trained = training_values(stats)
+    entropy = noise_metrics.get("entropy/noisy_mean_nats")
+    if config.algorithm.likelihood == "replay":
+        entropy = trained.get("entropy/sampling_mean_nats", entropy)
+    return Signals(found.mixed_fraction, found.invalid_fraction, entropy, trained.get("kl/k3_nats"))
+
+
+def feedback_values(decision: Decision) -> dict[str, float]:
+    """A decision as metrics; its reason and detail go into the step's info."""
+    return {"noise/sigma_next": decision.sigma_after, "noise/wanted_log_step": decision.wanted_log_step}
 
 
 def sample_records(collected: CollectedStep, step: int, count: int) -> Iterator[SampleRecord]:

@@ -16,17 +16,18 @@ from typing import Any
 import torch
 
 from megatron_qerl import bookkeeping as book
-from megatron_qerl.algorithms.advantage import with_advantages, with_zero_advantages
+from megatron_qerl.algorithms.advantage import advantages_for_update, with_zero_advantages
 from megatron_qerl.config.loader import RESOLVED_CONFIG_FILENAME, load_resolved_config, resolved_yaml
 from megatron_qerl.config.schema import RunConfig
 from megatron_qerl.data.dataset import load_dataset, require_disjoint
 from megatron_qerl.data.prompts import PromptRenderer
 from megatron_qerl.errors import CheckpointError, FaultError, NonFiniteError, ParityError
-from megatron_qerl.evaluation import accuracies, evaluate_modes, evaluation_prompts, metric_values
+from megatron_qerl.evaluation import accuracies, evaluate_modes, evaluation_prompts, last_noise, metric_values
 from megatron_qerl.identity import data_hash, first_difference, settings_hash
 from megatron_qerl.metrics.memory import memory_values
 from megatron_qerl.metrics.phases import PhaseClock
 from megatron_qerl.metrics.sinks import SinkGroup, build_sinks
+from megatron_qerl.noise.controller import Decision, FeedbackState, decide, start
 from megatron_qerl.noise.proof import check_counts, check_engine, logprob_change, over_stages, read_back
 from megatron_qerl.parallel import setup
 from megatron_qerl.report.html import write_report
@@ -46,7 +47,7 @@ from megatron_qerl.trainer import checkpoint
 from megatron_qerl.trainer.batch import TrainingGroup, TrainingResponse, first_piece, training_groups
 from megatron_qerl.trainer.checkpoint import RunPosition
 from megatron_qerl.trainer.step import StepStatistics, Trainer
-from megatron_qerl.types import Group, NoiseState, StepMetrics
+from megatron_qerl.types import NoiseState, StepMetrics
 
 SAMPLES_PER_STEP = 4
 #: Largest |engine - trainer| log-probability that arithmetic alone explains, and how much smaller the mean must be.
@@ -77,8 +78,7 @@ def train(config: RunConfig, *, resume: bool) -> Path:
                     if run.position.step == 0:
                         run.evaluate_policy("before")
                     while run.position.step < config.train.steps:
-                        step = run.position.step
-                        noise = session.registry.state(step, config.train.steps)
+                        noise = run.noise_state()
                         run.clock.start_step()
                         run.save_when_due()
                         run.publish(noise)
@@ -137,6 +137,7 @@ class TrainingRun:
         self.probe = [TrainingGroup(prompts[0].token_ids, (probe,))]
         self.position = self._start_position(resume)
         self.saved_step = self.position.step
+        self.near_zero: dict[str, int] = {}
         self.wall_before_s = dict(self.position.wall_s)
         self.sinks = self._sinks(resume) if self.ranks.first else None
 
@@ -149,7 +150,7 @@ class TrainingRun:
             config_hash=settings_hash(self.config), data_hash=self.data_hash,
             base_hash=self.session.base_hash, adapter_hash="",
             extra={"started_at": datetime.now(UTC).isoformat(timespec="seconds"), "parity_max": None, "evals": {},
-                   "noise_modules": None},
+                   "noise_modules": None, "feedback": None, "sigma": None, "decisions": {}},
         )  # fmt: skip
         if not found:
             if self.ranks.first:
@@ -187,6 +188,12 @@ class TrainingRun:
 
     # -- stages of a step -------------------------------------------------------------------------------------------
 
+    def noise_state(self) -> NoiseState:
+        """The noise of the next step: by the schedule, or with the sigma that feedback has steered to."""
+        feedback = self.position.extra.get("feedback")
+        steered = None if feedback is None else feedback["sigma"]
+        return self.session.registry.state(self.position.step, self.config.train.steps, steered)
+
     def publish(self, noise: NoiseState) -> None:
         """Tell the engine which policy to be. It is one policy: adapter, noise and base are compared between ranks."""
         with self.clock.phase("sync"):
@@ -197,6 +204,7 @@ class TrainingRun:
 
     def prove_noise(self, noise: NoiseState) -> dict[str, float]:
         """Read the noise back from the model and measure that it moves the probe; stops the run if it does not."""
+        self.near_zero = {}
         if not noise.active:
             return book.noise_values(noise, None, None)
         with self.clock.phase("noise"):
@@ -205,6 +213,7 @@ class TrainingRun:
             check_counts(readback.touched, len(self.session.registry.expected), noise)
             clean, noisy = self.trainer.probe(self.probe, None), self.trainer.probe(self.probe, noise)
             change = logprob_change(clean, noisy, noise)
+        self.near_zero = readback.near_zero
         self.position.extra["noise_modules"] = [readback.expected, readback.touched]
         return book.noise_values(noise, readback, change)
 
@@ -214,10 +223,7 @@ class TrainingRun:
         return self.collector.collect(sampling, self.position.data_position, self.position.stream, self.clock)
 
     def prove_engine(self, collected: CollectedStep, noise: NoiseState) -> dict[str, float]:
-        """Score one group of each replica's engine with and without the noise; stop if it was drawn under another.
-
-        Reported are the slope farthest from 1 and the largest differences.
-        """
+        """Score one group of each replica's engine with and without the noise; stop if it was drawn under another."""
         if not noise.active:
             return {}
         with self.clock.phase("noise"):
@@ -231,11 +237,7 @@ class TrainingRun:
         for comparison in measured:
             check_engine(comparison, noise, ROUNDING[self.config.model.dtype])
             self._check_parity(comparison.max_abs, comparison.mean_abs)
-        return {
-            "noise/engine_slope": max((c.slope for c in measured), key=lambda slope: abs(slope - 1.0)),
-            "parity/logprob_max_abs": max(c.max_abs for c in measured),
-            "parity/logprob_mean_abs": max(c.mean_abs for c in measured),
-        } | routing
+        return book.engine_values(measured) | routing
 
     def _routing_values(self, piece: TrainingGroup, noise: NoiseState) -> dict[str, float]:
         """How many of the routers' choices the noise changed, and how many the engine made that the trainer would not:
@@ -249,7 +251,7 @@ class TrainingRun:
 
     def update(self, collected: CollectedStep, noise: NoiseState) -> StepStatistics:
         """Advantages, then all optimizer updates of this rollout. Without a trainable group nothing is updated."""
-        groups = training_groups([self._with_advantages(g) for g in collected.trainable])
+        groups = training_groups([advantages_for_update(g, self.config.algorithm) for g in collected.trainable])
         if not groups:
             return StepStatistics()
         try:
@@ -261,12 +263,6 @@ class TrainingRun:
         if stats.parity_tokens:
             self._check_parity(stats.parity_max, stats.parity_sum / stats.parity_tokens)
         return stats
-
-    def _with_advantages(self, group: Group) -> Group:
-        # Judged on the raw score: where all are equally right or wrong, shaping alone would teach length.
-        if not group.mixed:
-            return with_zero_advantages(group)
-        return with_advantages(group, self.config.algorithm.advantage_epsilon)
 
     def _keep_evidence(self, collected: CollectedStep) -> None:
         """Responses of a step that did not end in finite numbers, numbered as the error numbers them."""
@@ -289,6 +285,20 @@ class TrainingRun:
                 "the ratio's denominator would be wrong; see rollout.parity_bound and megatron-qerl doctor",
             )
 
+    def steer(
+        self, collected: CollectedStep, stats: StepStatistics, noise: NoiseState, noise_metrics: dict[str, float]
+    ) -> Decision | None:
+        """Feedback's decision on sigma after a noisy step; kept with the position, so that a resumed run goes on."""
+        section, extra = self.config.noise.feedback, self.position.extra
+        if not (section.enabled and noise.active):
+            return None
+        before = start(noise.sigma) if extra["feedback"] is None else FeedbackState(**extra["feedback"])
+        signals = book.feedback_signals(collected, stats, noise_metrics, self.config)
+        after, decision = decide(section, before, signals)
+        extra["feedback"] = asdict(after)
+        extra["decisions"][decision.reason] = extra["decisions"].get(decision.reason, 0) + 1
+        return decision
+
     def finish_step(
         self, collected: CollectedStep, stats: StepStatistics, noise: NoiseState, noise_metrics: dict[str, float]
     ) -> None:
@@ -298,6 +308,8 @@ class TrainingRun:
         filtered = self.config.algorithm.dynamic_sampling.enabled
         values = book.rollout_values(collected, filtered=filtered) | book.training_values(stats)
         values |= noise_metrics | book.parity_values(stats) | self._memory()
+        decision = self.steer(collected, stats, noise, noise_metrics)
+        extra["sigma"] = noise.sigma
         if "parity/logprob_max_abs" in values:
             extra["parity_max"] = max(extra["parity_max"] or 0.0, values["parity/logprob_max_abs"])
         values["policy/adapter_version"] = float(self.position.updates)
@@ -315,7 +327,12 @@ class TrainingRun:
             for record in self.evaluate_policy(f"step_{step:06d}", noise):
                 values |= metric_values(record)
         policy = collected.generated[0].responses[0].completion.policy
-        info = {"adapter_hash": policy.adapter_hash, "noise": asdict(noise)}
+        info: dict[str, Any] = {"adapter_hash": policy.adapter_hash, "noise": asdict(noise)}
+        if self.near_zero:
+            info["near_zero_channels"] = self.near_zero
+        if decision is not None:
+            values |= book.feedback_values(decision)
+            info["feedback"] = asdict(decision)
         times = self.clock.finish_step()
         if self.sinks is not None:
             append_samples(self.run_dir, book.sample_records(collected, step, SAMPLES_PER_STEP))
@@ -359,7 +376,7 @@ class TrainingRun:
     def evaluate_policy(self, label: str, noise: NoiseState | None = None) -> list[EvalRecord]:
         """Evaluate the clean policy in every configured mode, and the noisy one if asked for."""
         if noise is None and self.position.step > 0:
-            noise = self.session.registry.state(self.position.step - 1, self.config.train.steps)
+            noise = last_noise(self.session, self.position)
         noisy = self.config.eval.noisy and noise is not None and noise.active
         with self.clock.phase("eval"):
             records = evaluate_modes(
@@ -404,6 +421,7 @@ class TrainingRun:
             base_hash=self.session.base_hash,
             likelihood=self.config.algorithm.likelihood,
             noise=self.config.noise.model_dump(mode="json"),
+            feedback=extra.get("decisions") or None,
             tokens=self.position.tokens,
             hardware=book.hardware(),
             config_path=str(self.run_dir / RESOLVED_CONFIG_FILENAME),

@@ -133,7 +133,8 @@ def metric_values(record: EvalRecord) -> dict[str, float]:
     return {name: accuracy.mean, f"{name}_low": accuracy.low, f"{name}_high": accuracy.high}
 
 
-def _check_identity(session: Session, position: RunPosition, folder: Path) -> None:
+def check_identity(session: Session, position: RunPosition, folder: Path) -> None:
+    """Raises CheckpointError if the checkpoint was made on another base than the session's."""
     if session.base_hash != position.base_hash:
         raise CheckpointError(
             f"base model {session.folder.path}",
@@ -143,13 +144,19 @@ def _check_identity(session: Session, position: RunPosition, folder: Path) -> No
         )
 
 
+def last_noise(session: Session, position: RunPosition) -> NoiseState:
+    """The noise of the last step before ``position``."""
+    step = max(position.step - 1, 0)
+    return session.registry.state(step, session.config.train.steps, position.extra.get("sigma") or None)
+
+
 def _noise_of(session: Session, position: RunPosition) -> NoiseState:
     """The noise of the checkpoint's last step.
 
     Raises:
         UserError: there was none, so a noisy evaluation would measure the clean policy again.
     """
-    state = session.registry.state(max(position.step - 1, 0), session.config.train.steps)
+    state = last_noise(session, position)
     if not state.active:
         raise UserError(
             "--noisy", f"step {position.step}", "no noise was in force at this checkpoint", "leave out --noisy"
@@ -171,7 +178,7 @@ def evaluate_run(
     try:
         with setup.reported():
             session = open_session(config)
-            _check_identity(session, position, folder)
+            check_identity(session, position, folder)
             restore(session.model, session.shape, adapter_tensors(folder, position), folder)
             prompts = evaluation_prompts(session, problems if problems is not None else config.eval.problems)
             require_disjoint(load_dataset(config.data.train, config.run.seed), [p.problem for p in prompts])

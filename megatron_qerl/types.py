@@ -83,6 +83,8 @@ class NoiseState:
         roles: logical norm roles that receive noise, sorted.
         modules_hash: SHA-256 over the sorted (layer, role, channels) list, so that a replay on another model fails.
         dtype: dtype in which z is drawn and added ("float32").
+        budget: "absolute": sigma is the deviation of z; "relative": of z / w, so that the norm scales w of the base
+            are needed too (``noise/budget.py``). A policy's ``base_hash`` names them.
     """
 
     stage: int
@@ -93,6 +95,7 @@ class NoiseState:
     roles: tuple[str, ...]
     modules_hash: str
     dtype: str = "float32"
+    budget: Literal["absolute", "relative"] = "absolute"
 
     @property
     def active(self) -> bool:

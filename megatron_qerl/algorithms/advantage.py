@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+from megatron_qerl.config.algorithm import AlgorithmSection
 from megatron_qerl.types import Group
 
 AdvantageKind = Literal["mean_std", "mean", "leave_one_out"]
@@ -57,6 +58,16 @@ def group_advantages(rewards: Sequence[float], epsilon: float, kind: AdvantageKi
 def with_advantages(group: Group, epsilon: float, kind: AdvantageKind = "mean_std") -> Group:
     """The same group with one advantage a response, computed from the shaped rewards."""
     return replace(group, advantages=group_advantages(group.rewards, epsilon, kind))
+
+
+def advantages_for_update(group: Group, algorithm: AlgorithmSection) -> Group:
+    """The same group with the advantages that a run's objective asks for.
+
+    Signal is judged on the raw score: where all are equally right or wrong, shaping alone would teach length.
+    """
+    if not group.mixed:
+        return with_zero_advantages(group)
+    return with_advantages(group, algorithm.advantage_epsilon, algorithm.advantage)
 
 
 def with_zero_advantages(group: Group) -> Group:

@@ -90,15 +90,6 @@ def importance_weights(
     )
 
 
-def truncated_importance_weights(target_logprobs: Tensor, behaviour_logprobs: Tensor, cap: float) -> Tensor:
-    """min(cap, exp(target - behaviour)) by token, detached: ``token_truncate`` where every token counts."""
-    everywhere = torch.ones_like(target_logprobs, dtype=torch.bool)
-    one = torch.zeros_like(target_logprobs, dtype=torch.int64)
-    return importance_weights(
-        "token_truncate", target_logprobs, behaviour_logprobs, everywhere, one, floor=0.0, cap=cap
-    ).weights
-
-
 def effective_sample_size(weights: Tensor) -> float:
     """(sum w)^2 / sum w^2 (Kish): how many equally weighted samples carry as much. 0.0 if there are none."""
     wide = weights.detach().double()
@@ -158,9 +149,8 @@ class WeightStatistics:
             "correction/weight_max": self.raw_max,
             "correction/effective_sample_fraction": self.effective_tokens / self.tokens,
             "correction/truncated_fraction": self.truncated_tokens / self.tokens,
+            "correction/dropped_fraction": self.dropped_tokens / self.tokens,
         }
-        if self.dropped_tokens:
-            metrics["correction/dropped_fraction"] = self.dropped_tokens / self.tokens
         if self.responses:
             metrics["correction/effective_response_fraction"] = self.effective_responses / self.responses
         return metrics
@@ -192,14 +182,4 @@ def importance_statistics(importance: ImportanceWeights) -> WeightStatistics:
         responses=responses,
         response_weight_sum=response_sum,
         response_weight_square_sum=response_square,
-    )
-
-
-def weight_statistics(
-    target_logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor, cap: float
-) -> WeightStatistics:
-    """Statistics of ``truncated_importance_weights`` on one micro-batch; ``mask`` is true on response tokens."""
-    one = torch.zeros_like(mask, dtype=torch.int64)
-    return importance_statistics(
-        importance_weights("token_truncate", target_logprobs, behaviour_logprobs, mask, one, floor=0.0, cap=cap)
     )

@@ -24,6 +24,7 @@ COMMANDS = {
     "quantize": ("megatron_qerl.cli.quantize", "turn a Hugging Face model into an NVFP4 checkpoint, or verify one"),
     "train": ("megatron_qerl.cli.train", "train an adapter with reinforcement learning"),
     "eval": ("megatron_qerl.cli.evaluate", "measure a trained policy on held-out problems"),
+    "diagnose": ("megatron_qerl.cli.diagnose", "measure what the noise did to a run's policy"),
     "export": ("megatron_qerl.cli.export", "write a run's adapter in PEFT format"),
     "plan": ("megatron_qerl.cli.plan", "count the memory of a run on each GPU, before it is started"),
     "report": ("megatron_qerl.cli.report", "write a run's report as one HTML file"),

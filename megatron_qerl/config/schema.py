@@ -274,25 +274,6 @@ class RunConfig(Section):
     metrics: MetricsSection = MetricsSection()
 
     @model_validator(mode="after")
-    def _every_key_has_a_reader(self) -> Self:
-        # What the algorithms can compute and the trainer does not ask for yet. A line goes when it is wired.
-        algorithm, noise = self.algorithm, self.noise
-        for key, value, only in (
-            ("algorithm.advantage", algorithm.advantage, "mean_std"),
-            ("algorithm.ratio_level", algorithm.ratio_level, "token"),
-            ("algorithm.surrogate", algorithm.surrogate, "clipped_ratio"),
-            ("algorithm.loss_aggregation", algorithm.loss_aggregation == "constant", False),
-            ("algorithm.importance_correction", algorithm.importance_correction, "token_truncate"),
-            ("algorithm.kl_coefficient", algorithm.kl_coefficient, 0.0),
-            ("algorithm.entropy_coefficient", algorithm.entropy_coefficient, 0.0),
-            ("noise.budget", noise.budget, "absolute"),
-            ("noise.feedback.enabled", noise.feedback.enabled, False),
-        ):
-            if value != only:
-                raise ValueError(f"{key} = {value} is not available in this version; use {str(only).lower()}")
-        return self
-
-    @model_validator(mode="after")
     def _numbers_would_be_right(self) -> Self:
         rollout, algorithm, noise = self.rollout, self.algorithm, self.noise
         if algorithm.likelihood == "clean" and (rollout.top_p < 1.0 or rollout.top_k > 0):

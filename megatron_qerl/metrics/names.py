@@ -71,14 +71,19 @@ GROUPS: tuple[PlotGroup, ...] = (
     PlotGroup("reward", "Reward", "reward (score)", "band"),
     PlotGroup("accuracy", "Accuracy during training", "accuracy (fraction)", "interval"),
     PlotGroup("outcome", "Outcomes", "responses (fraction)", "stacked"),
+    PlotGroup("valid", "Readable answers", "responses (fraction)"),
     PlotGroup("mixed", "Groups with a learning signal", "groups (fraction)"),
     PlotGroup("groups", "Groups generated, kept and dropped", "groups (count)", "stacked"),
+    PlotGroup("score_variance", "Spread of the score within a group", "variance (score^2)"),
+    PlotGroup("distinct", "Diversity within a group", "per group (count)"),
     PlotGroup("refills", "Refills of dropped groups", "per step (count)", "steps"),
     PlotGroup("length", "Response length", "length (tokens)", "band"),
     PlotGroup("truncation", "Responses cut at the length limit", "responses (fraction)"),
     PlotGroup("sigma", "Noise strength", "sigma", "steps", log=True),
+    PlotGroup("log_step", "Noise: change that feedback asked for", "change of log sigma"),
     PlotGroup("stage", "Noise stage", "stage (index)", "steps"),
     PlotGroup("noise_modules", "Noise: modules touched", "modules (count)", "steps"),
+    PlotGroup("near_zero", "Noise: scales near zero", "channels (count)", "steps"),
     PlotGroup("noise_change", "Noise: change of log-probability", "|change| (nats)", log=True),
     PlotGroup("engine_slope", "Noise: effect seen in the engine", "share of the effect"),
     PlotGroup("routing", "Mixture of experts: choices that differ", "share of the choices"),
@@ -87,8 +92,10 @@ GROUPS: tuple[PlotGroup, ...] = (
     PlotGroup("ratio_std", "Spread of the ratio", "standard deviation"),
     PlotGroup("clip", "Clipped tokens", "tokens (fraction)"),
     PlotGroup("kl", "Divergence from the behaviour policy", "divergence (nats)"),
+    PlotGroup("kl_base", "Divergence from the base model", "divergence (nats)"),
     PlotGroup("weights", "Importance weights", "weight"),
     PlotGroup("correction", "Importance correction: what is left", "tokens (fraction)"),
+    PlotGroup("correction_responses", "Importance correction: responses left", "responses (fraction)"),
     PlotGroup("parity", "Engine and trainer compared", "|difference| (nats)", log=True),
     PlotGroup("loss", "Policy loss", "loss"),
     PlotGroup("learning_rate", "Learning rate", "learning rate"),
@@ -153,6 +160,12 @@ def _quality() -> Iterable[Metric]:
             f"Share of the responses generated in the step that count as {outcome.value}: {_OUTCOME_MEANING[outcome]}.",
         )
     yield Metric(
+        "outcome/valid_fraction",
+        "fraction",
+        "valid",
+        "Share of the responses generated in the step whose answer was read and judged: correct or wrong.",
+    )
+    yield Metric(
         "groups/mixed_fraction",
         "fraction",
         "mixed",
@@ -165,6 +178,25 @@ def _quality() -> Iterable[Metric]:
         ("dropped_other", "Groups dropped for another reason: every answer timed out, or right and wrong score alike."),
     ):
         yield Metric(f"groups/{name}", "count", "groups", definition)
+    yield Metric(
+        "groups/score_variance",
+        "score^2",
+        "score_variance",
+        "Population variance of the raw score within a group, mean over all groups generated in the step.",
+    )
+    yield Metric(
+        "groups/distinct_answers",
+        "count",
+        "distinct",
+        "Different answers among the judged responses of a group, mean over all groups generated in the step.",
+    )
+    yield Metric(
+        "groups/distinct_solutions",
+        "count",
+        "distinct",
+        "Different solutions among the correct responses of a group (two are alike if they hold the same numbers in "
+        "the same order), mean over all groups generated in the step.",
+    )
     generated = "Groups generated in the step, refills included: the kept and the dropped ones."
     yield Metric("groups/generated", "count", "groups", generated, role="total")
     yield Metric("groups/refill_rounds", "count", "refills", "Extra rounds of generation after groups were dropped.")
@@ -202,6 +234,19 @@ def _policy() -> Iterable[Metric]:
         "temperature, under the policy that the trainer evaluated, averaged over tokens; it is the entropy within one "
         "noise state and leaves out the diversity between noise states.",
     )
+    compared = "over the tokens of one group of each replica, at the sampling temperature."
+    yield Metric(
+        "entropy/noisy_mean_nats",
+        "nats",
+        "entropy",
+        f"Entropy at each token under the step's noise, by the trainer, {compared}",
+    )
+    yield Metric(
+        "entropy/clean_mean_nats",
+        "nats",
+        "entropy",
+        f"Entropy at the same tokens without noise, by the trainer, {compared}",
+    )
     ratio = "ratio of trainer to behaviour probability over the trained tokens"
     yield Metric("ratio/mean", "1", "ratio", f"Mean {ratio}; 1 when both policies agree.")
     yield Metric("ratio/max", "1", "ratio", f"Largest {ratio}.", "max", "upper")
@@ -211,13 +256,15 @@ def _policy() -> Iterable[Metric]:
         "ratio/clip_low_fraction",
         "fraction",
         "clip",
-        "Share of trained tokens whose gradient the lower clip bound removed (negative advantage, ratio below it).",
+        "Share of trained tokens on which the lower clip bound took effect: a clipped ratio (negative advantage, ratio "
+        "below it) has no gradient, a clipped weight a bounded one.",
     )
     yield Metric(
         "ratio/clip_high_fraction",
         "fraction",
         "clip",
-        "Share of trained tokens whose gradient the upper clip bound removed (positive advantage, ratio above it).",
+        "Share of trained tokens on which the upper clip bound took effect: a clipped ratio (positive advantage, ratio "
+        "above it) has no gradient, a clipped weight a bounded one.",
     )
     yield Metric(
         "kl/k1_nats",
@@ -226,6 +273,14 @@ def _policy() -> Iterable[Metric]:
         "Mean of log(behaviour / trainer) over trained tokens: unbiased, of high variance, can be negative.",
     )
     yield Metric("kl/k3_nats", "nats", "kl", "Mean of r - 1 - log r over trained tokens, r the ratio: never negative.")
+    base = "over trained tokens, computed where the loss has a divergence from the base (kl_coefficient above 0)."
+    yield Metric(
+        "kl/base_k1_nats",
+        "nats",
+        "kl_base",
+        f"Mean of log(trainer / base model without adapter) {base}",
+    )
+    yield Metric("kl/base_k3_nats", "nats", "kl_base", f"Mean of b - 1 - log b, b = base / trainer, {base}")
     yield Metric(
         "correction/weight_mean", "1", "weights", "Mean importance weight after truncation, over trained tokens."
     )
@@ -250,17 +305,55 @@ def _policy() -> Iterable[Metric]:
         "Share of trained tokens whose importance weight was cut to the cap.",
         "max",
     )
+    yield Metric(
+        "correction/dropped_fraction",
+        "fraction",
+        "correction",
+        "Share of trained tokens whose importance weight was out of bounds and set to 0 (the mask rules).",
+        "max",
+    )
+    yield Metric(
+        "correction/effective_response_fraction",
+        "fraction",
+        "correction_responses",
+        "(sum w)^2 / (n sum w^2) over the n trained responses with their one weight each (the sequence rules).",
+        "min",
+    )
     yield Metric("noise/stage", "index", "stage", "Stage of the noise schedule; stage 0 has no noise.", "last")
-    yield Metric("noise/sigma_nominal", "1", "sigma", "Standard deviation that the schedule asks for.", "last")
+    yield Metric(
+        "noise/sigma_nominal", "1", "sigma", "Standard deviation that the schedule or feedback asks for.", "last"
+    )
     yield Metric(
         "noise/sigma_effective",
         "1",
         "sigma",
-        "Root mean square of the change of the norm scales in the dtype that the kernel multiplies with.",
+        "Root mean square of the change of the norm scales in the dtype that the kernel multiplies with; under a "
+        "relative budget of the change as a share of the scale, over scales that are not near zero.",
         "last",
+    )
+    yield Metric(
+        "noise/sigma_next",
+        "1",
+        "sigma",
+        "Standard deviation that feedback chose for the next step; the reason is in the step's info.",
+        "last",
+    )
+    yield Metric(
+        "noise/wanted_log_step",
+        "1",
+        "log_step",
+        "Change of log sigma that feedback's law asked for, before limits and bounds; 0 where a limit decided.",
     )
     yield Metric("noise/modules_expected", "count", "noise_modules", "Norms that the roles call for.", "last")
     yield Metric("noise/modules_touched", "count", "noise_modules", "Norms whose scale changed.", "min")
+    yield Metric(
+        "noise/near_zero_channels",
+        "count",
+        "near_zero",
+        "Channels whose norm scale is below a tenth of its norm's median size, where noise relative to the scale was "
+        "shrunk; reported under noise.budget: relative.",
+        "last",
+    )
     change = "absolute change of a probe token's log-probability between clean and noisy policy."
     yield Metric("noise/logprob_change_mean", "nats", "noise_change", f"Mean {change}")
     yield Metric("noise/logprob_change_max", "nats", "noise_change", f"Largest {change}", "max")
@@ -294,7 +387,9 @@ def _policy() -> Iterable[Metric]:
 
 def _system() -> Iterable[Metric]:
     """Optimizer, tokens, time, memory."""
-    yield Metric("loss/policy", "1", "loss", "Clipped policy loss that was minimised, mean over the step's updates.")
+    yield Metric(
+        "loss/policy", "1", "loss", "Loss that was minimised, regularizers included, mean over the step's updates."
+    )
     yield Metric("optimizer/learning_rate", "1", "learning_rate", "Learning rate of the step's last update.", "last")
     yield Metric(
         "optimizer/gradient_norm",

@@ -7,7 +7,8 @@ Checkpoints, PEFT export, hashes and engine sync all speak this form: ``{module 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -131,6 +132,20 @@ def restore(
         local.copy_(value if dim is None else value.chunk(world, dim=dim)[factor.group.rank()])
     for parameter, value in values.values():
         write(parameter, value)
+
+
+@contextmanager
+def adapters_off(model: PolicyChunks) -> Iterator[None]:
+    """The base model alone within the block: every B is zero. After it they are what they were, bit for bit."""
+    factors_b = [p for name, p in model.named_parameters() if name.endswith("lora_B")]
+    kept = [p.detach().clone() for p in factors_b]
+    try:
+        for parameter in factors_b:
+            parameter.data.zero_()
+        yield
+    finally:
+        for parameter, value in zip(factors_b, kept, strict=True):
+            parameter.data.copy_(value)
 
 
 def adapter_names(model: PolicyChunks, shape: ModelShape) -> set[str]:

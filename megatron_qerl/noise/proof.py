@@ -7,7 +7,7 @@ move. The published implementation looks norms up by a class name that its engin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -27,14 +27,18 @@ class NoiseReadback:
         touched: norms whose effective scale differs from the clean one as the state demands.
         expected: norms that should be touched.
         square_sum: of the displacements of the effective scales, in the dtype that multiplies and in units of the scale
-            before quantisation folded anything into it.
+            before quantisation folded anything into it. Under a relative budget of displacement / scale, over the
+            channels that are not near zero: what sigma is stated in.
         channels: how many displacements that is.
+        near_zero: "block.role" -> channels whose scale is so close to zero that their noise was shrunk, of norms that
+            have any; known under a relative budget alone.
     """
 
     touched: int
     expected: int
     square_sum: float
     channels: int
+    near_zero: dict[str, int] = field(default_factory=dict)
 
     @property
     def sigma_effective(self) -> float:
@@ -60,12 +64,17 @@ def read_back(registry: NoiseRegistry, state: NoiseState) -> NoiseReadback:
             touched += 1
         # In units of the scale before anything was folded into it, which is what sigma is stated in.
         original = displacement * torch.from_numpy(registry.folded[key]) if key in registry.folded else displacement
+        if key in registry.budgets:
+            counted = np.ones(clean.numel(), dtype=bool)
+            counted[list(registry.budgets[key].near_zero)] = False
+            original = (original / torch.from_numpy(registry.scale(key)))[torch.from_numpy(counted)]
         squares += float(original.square().sum())
-        channels += clean.numel()
+        channels += original.numel()
     stray = [k for k, m in registry._all.items() if k not in registry.targets and m.noise is not None]
     if stray:
         raise NoiseProofError("noise", f"norm {stray[0]} is noisy but not in noise.roles", "report this as a bug")
-    return NoiseReadback(touched, len(registry.targets), squares, channels)
+    near_zero = {f"{b}.{role}": len(n.near_zero) for (b, role), n in registry.budgets.items() if n.near_zero}
+    return NoiseReadback(touched, len(registry.targets), squares, channels, near_zero)
 
 
 def over_stages(local: NoiseReadback, group: dist.ProcessGroup) -> NoiseReadback:
@@ -82,6 +91,7 @@ def over_stages(local: NoiseReadback, group: dist.ProcessGroup) -> NoiseReadback
         expected=sum(p.expected for p in parts),
         square_sum=sum(p.square_sum for p in parts),
         channels=sum(p.channels for p in parts),
+        near_zero={name: count for p in parts for name, count in p.near_zero.items()},
     )
 
 
@@ -105,6 +115,7 @@ class EngineComparison:
             for none.
         slope_error: standard error of the slope.
         effect_mean_abs: of |trainer under the noise - trainer without|, nats.
+        entropy_noisy, entropy_clean: mean token entropy under the noise and without, nats; None if not measured.
     """
 
     max_abs: float
@@ -112,6 +123,8 @@ class EngineComparison:
     slope: float
     slope_error: float
     effect_mean_abs: float
+    entropy_noisy: float | None = None
+    entropy_clean: float | None = None
 
 
 def compare_engine(rollout_T: Tensor, noisy_T: Tensor, clean_T: Tensor) -> EngineComparison:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_qerl.config.schema import NoiseSection
 from megatron_qerl.errors import ConfigError, FaultError, NoiseProofError
+from megatron_qerl.noise.budget import relative_budget
 from megatron_qerl.noise.schedule import sigma_of_stage, stage_of_step
 from megatron_qerl.noise.state import draw, modules_hash
 from megatron_qerl.types import NoiseState
@@ -47,6 +48,9 @@ class NoiseRegistry:
         folded: FP32 [channels] by which quantisation divided a norm's scale (AWQ). Noise belongs to the scale that the
             model was trained with: u (w + z) W = u (w / s + z / s) (s W), so what is added here is z / s. Without
             this a channel whose scale was divided by 10 would get noise ten times too strong.
+
+    Attributes:
+        budgets: under a relative budget, the noise of each norm on this rank at sigma 1; empty under an absolute one.
 
     Raises:
         ConfigError: a role that the model does not have.
@@ -89,11 +93,23 @@ class NoiseRegistry:
                 )
         self.folded = {k: np.asarray(f, dtype=np.float32) for k, f in (folded or {}).items() if k in self.expected}
         self.hash = modules_hash(self.expected, self.folded)
+        self.budgets = {k: relative_budget(self.scale(k), 1.0) for k in self.targets if config.budget == "relative"}
 
-    def state(self, step: int, total_steps: int) -> NoiseState:
-        """The noise of one training step, by the schedule."""
+    def scale(self, key: NormKey) -> NDArray[np.float64]:
+        """float64 [channels]: the clean scale of a norm on this rank, as the model was trained."""
+        stored = self.targets[key].weight.detach().double().cpu().numpy()
+        return np.asarray(stored * self.folded[key] if key in self.folded else stored, dtype=np.float64)
+
+    def state(self, step: int, total_steps: int, steered: float | None = None) -> NoiseState:
+        """The noise of one training step.
+
+        Args:
+            steered: sigma that feedback chose, in place of the schedule's; stage 0 stays clean.
+        """
         stage = stage_of_step(step, total_steps, self.config.stages) if self.config.enabled else 0
         sigma = sigma_of_stage(self.config, stage) if self.config.enabled else 0.0
+        if steered is not None and sigma > 0.0:
+            sigma = steered
         return NoiseState(
             stage=stage,
             sigma=sigma,
@@ -102,6 +118,7 @@ class NoiseRegistry:
             scope=self.config.scope,
             roles=tuple(sorted(self.config.roles)) if self.config.enabled else (),
             modules_hash=self.hash,
+            budget=self.config.budget,
         )
 
     def apply(self, state: NoiseState | None) -> None:
@@ -120,12 +137,20 @@ class NoiseRegistry:
                 f"was recorded for modules {state.modules_hash[:12]}, this model has {self.hash[:12]}",
                 "replay it on the model and noise.roles that it was recorded with",
             )
+        if state.budget != self.config.budget:
+            raise FaultError(
+                f"noise state of step {state.step}",
+                f"was recorded under noise.budget: {state.budget}, this run has {self.config.budget}",
+                "replay it under the budget that it was recorded with",
+            )
         for key, module in self.targets.items():
             module.set_noise(self.displacement(state, key))
 
     def displacement(self, state: NoiseState, key: NormKey) -> Tensor:
         """FP32 [channels]: what ``state`` adds to the scale of norm ``key`` as this checkpoint stores it."""
-        z = draw(state, key[0], key[1], self.expected[key])
+        budget = self.budgets.get(key)
+        size = None if budget is None else budget.sigma * budget.shrink
+        z = draw(state, key[0], key[1], self.expected[key], size=size)
         return torch.from_numpy(z / self.folded[key] if key in self.folded else z)
 
     @contextmanager

@@ -32,14 +32,24 @@ def modules_hash(
     return digest.hexdigest()
 
 
-def draw(state: NoiseState, block: int, role: str, channels: int, slot: int = 0) -> NDArray[np.float32]:
+def draw(
+    state: NoiseState,
+    block: int,
+    role: str,
+    channels: int,
+    slot: int = 0,
+    size: NDArray[np.float64] | None = None,
+) -> NDArray[np.float32]:
     """FP32 [channels]: the noise vector of one norm.
 
     Args:
         block: index of the decoder block; the final norm has the index after the last block.
         role: logical role, one of ``NOISE_ROLES``.
         slot: draw within the step.
+        size: [channels], the deviation of z where sigma is 1; None for 1 everywhere.
     """
     words = (state.step, block * 8 + _ROLE_CODE[role], slot)
     bits = stream(stream_key(state.seed, Domain.NOISE), words, channels)
-    return (state.sigma * standard_normal(bits)).astype(np.float32)
+    normal = standard_normal(bits)
+    z = state.sigma * normal if size is None else state.sigma * size * normal
+    return z.astype(np.float32)

@@ -166,6 +166,7 @@ def _summary_rows(summary: Summary) -> list[tuple[str, str | None]]:
         ("Optimizer updates", _integer(summary.updates)),
         ("Norms that the noise changed", modules),
         ("Noise", None if summary.noise is None else _pairs(summary.noise)),
+        ("Feedback's decisions on sigma", _pairs(summary.feedback) if summary.feedback else None),
         ("Largest engine-trainer difference of a log-probability", None if parity is None else f"{parity:.3g} nats"),
         ("Tokens", None if summary.tokens is None else ", ".join(f"{k} {v:,}" for k, v in summary.tokens.items())),
         ("Wall time", None if times is None else ", ".join(f"{k} {_number(v)} s" for k, v in times.items())),

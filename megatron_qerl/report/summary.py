@@ -68,6 +68,7 @@ class Summary(_Record):
         base_hash: SHA-256 of the frozen base checkpoint's manifest.
         likelihood: which policy was trained.
         noise: the noise settings, name -> value.
+        feedback: reason -> how many of the closed loop's decisions it made.
         tokens: kind -> count over the run (prompt, completion, trained).
         hardware: what it ran on, name -> value.
         run_name, model: as in the config.
@@ -91,6 +92,7 @@ class Summary(_Record):
     base_hash: str | None = None
     likelihood: LikelihoodMode | None = None
     noise: dict[str, JsonValue] | None = None
+    feedback: dict[str, Count] | None = None
     tokens: dict[str, Count] | None = None
     hardware: dict[str, str] | None = None
     config_path: str | None = None

@@ -17,12 +17,15 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_qerl.algorithms.correction import WeightStatistics, truncated_importance_weights, weight_statistics
+from megatron_qerl.algorithms.correction import WeightStatistics, importance_statistics, importance_weights
 from megatron_qerl.algorithms.likelihood import LikelihoodPlan, plan
-from megatron_qerl.algorithms.objective import RatioStatistics, aggregate, clipped_policy_loss, ratio_statistics
+from megatron_qerl.algorithms.objective import RatioStatistics, aggregate, ratio_statistics
+from megatron_qerl.algorithms.policy_loss import LossInputs, policy_loss
+from megatron_qerl.algorithms.regularize import divergence
 from megatron_qerl.config.schema import AlgorithmSection, RunConfig
 from megatron_qerl.errors import NonFiniteError
 from megatron_qerl.layers.routing import RoutingRecord
+from megatron_qerl.models.adapter_state import adapters_off
 from megatron_qerl.models.policy import LogprobQuery, PolicyChunks
 from megatron_qerl.noise.proof import EngineComparison, compare_engine
 from megatron_qerl.noise.registry import NoiseRegistry
@@ -44,13 +47,17 @@ class StepStatistics:
     """Sums of one step over its micro-batches.
 
     ``parity_*`` compare the trainer's log-probabilities with the engine's wherever both were of the same policy: before
-    the step's first update, under the same noise. ``non_finite`` numbers responses whose loss was not finite.
+    the step's first update, under the same noise. ``base_*`` estimate KL(policy || base) where the loss has that term.
+    ``non_finite`` numbers responses whose loss was not finite.
     """
 
     loss_sum: float = 0.0
     normaliser: int = 0
     entropy_sum: float = 0.0
     tokens: int = 0
+    base_k1_sum: float = 0.0
+    base_k3_sum: float = 0.0
+    base_tokens: int = 0
     ratio: RatioStatistics = field(default_factory=RatioStatistics)
     weights: WeightStatistics = field(default_factory=WeightStatistics)
     parity_max: float = 0.0
@@ -68,12 +75,21 @@ class StepStatistics:
         self.parity_sum += float(difference.sum())
         self.parity_tokens += difference.numel()
 
+    def add_divergence(self, logprobs_T: Tensor, base_T: Tensor, mask_T: Tensor) -> None:
+        """Fold in the divergence from the base over the tokens of one micro-batch."""
+        self.base_k1_sum += float(divergence(logprobs_T, base_T, mask_T, "k1").sum())
+        self.base_k3_sum += float(divergence(logprobs_T, base_T, mask_T, "k3").sum())
+        self.base_tokens += int(mask_T.sum())
+
     def add(self, other: StepStatistics) -> None:
         """Fold in the sums of another mini-batch or of other ranks; updates are not touched."""
         self.loss_sum += other.loss_sum
         self.normaliser += other.normaliser
         self.entropy_sum += other.entropy_sum
         self.tokens += other.tokens
+        self.base_k1_sum += other.base_k1_sum
+        self.base_k3_sum += other.base_k3_sum
+        self.base_tokens += other.base_tokens
         self.ratio += other.ratio
         self.weights += other.weights
         self.parity_max = max(self.parity_max, other.parity_max)
@@ -85,6 +101,19 @@ class StepStatistics:
 def _free(groups: Sequence[TrainingGroup]) -> list[TrainingGroup]:
     """The groups without routes to replay."""
     return [replace(g, responses=tuple(replace(r, routes=None) for r in g.responses)) for g in groups]
+
+
+@dataclass(frozen=True)
+class BeforeUpdate:
+    """Log-probabilities of one micro-batch's tokens from before a rollout's first update, FP32 [n] and detached.
+
+    Attributes:
+        old: of the policy; None where this update is the first, whose own forward gives them.
+        base: of the model without its adapter; None unless the loss has a divergence from it.
+    """
+
+    old: Tensor | None = None
+    base: Tensor | None = None
 
 
 class Trainer:
@@ -104,6 +133,7 @@ class Trainer:
         self.algorithm: AlgorithmSection = config.algorithm
         self.settings = config.train
         self.temperature = config.rollout.temperature
+        self.constant_tokens = config.algorithm.loss_constant_tokens or config.rollout.max_new_tokens
         self.plan: LikelihoodPlan = plan(config.algorithm.likelihood)
         self.device = torch.device(torch.cuda.current_device())
 
@@ -188,10 +218,12 @@ class Trainer:
     def measure_engine(self, groups: Sequence[TrainingGroup], noise: NoiseState) -> EngineComparison:
         """Score ``groups`` under the behaviour noise and without it, and compare with what the engine reported."""
         batches = self._microbatches(groups)
-        noisy = torch.cat([lp for lp, _ in self.logprobs(batches, noise)])
-        clean = torch.cat([lp for lp, _ in self.logprobs(batches, None)])
+        noisy, noisy_entropy = map(torch.cat, zip(*self.logprobs(batches, noise), strict=True))
+        clean, clean_entropy = map(torch.cat, zip(*self.logprobs(batches, None), strict=True))
         rollout = torch.cat([b.rollout_logprobs for b in batches])
-        return compare_engine(rollout, noisy, clean)
+        comparison = compare_engine(rollout, noisy, clean)
+        entropies = {"entropy_noisy": float(noisy_entropy.mean()), "entropy_clean": float(clean_entropy.mean())}
+        return replace(comparison, **entropies)
 
     def flipped_by_noise(self, groups: Sequence[TrainingGroup], noise: NoiseState) -> float:
         """Share of this rank's routing choices for ``groups`` that the noise changes, nothing replayed."""
@@ -228,31 +260,44 @@ class Trainer:
             self._own_microbatches(part) for part in split_minibatches(groups, self.settings.minibatches_per_step)
         ]
         forward_noise = noise if self.plan.replay_noise else None
-        old: list[list[Tensor | None]] = [[None] * len(b) for b in minibatches]
-        if self.plan.denominator == "trainer_old" and len(minibatches) > 1:
-            old = [[lp for lp, _ in self.logprobs(b, forward_noise)] for b in minibatches]
+        several = len(minibatches) > 1
+        before = [self._before_update(b, forward_noise, several=several) for b in minibatches]
         with self.registry.applied(forward_noise):
             for index, batches in enumerate(minibatches):
                 same_policy = index == 0 and (self.plan.replay_noise or not noise.active)
                 part = StepStatistics()
-                self._accumulate(batches, old[index], part, compare=same_policy)
+                self._accumulate(batches, before[index], part, compare=same_policy)
                 stats.add(self._finite_everywhere(part))
                 stats.updates.append(self.optimizer.step())
         return stats
 
+    def _before_update(
+        self, batches: list[MicroBatch], noise: NoiseState | None, *, several: bool
+    ) -> list[BeforeUpdate]:
+        """What the loss of these micro-batches needs from before the first update, under the noise of the forward."""
+        old: list[Tensor | None] = [None] * len(batches)
+        base: list[Tensor | None] = [None] * len(batches)
+        if self.plan.denominator == "trainer_old" and several:
+            old = [lp for lp, _ in self.logprobs(batches, noise)]
+        if self.algorithm.kl_coefficient > 0.0:
+            with adapters_off(self.model):
+                base = [lp for lp, _ in self.logprobs(batches, noise)]
+        return [BeforeUpdate(o, b) for o, b in zip(old, base, strict=True)]
+
     def _accumulate(
-        self, batches: list[MicroBatch], old: Sequence[Tensor | None], stats: StepStatistics, *, compare: bool
+        self, batches: list[MicroBatch], before: Sequence[BeforeUpdate], stats: StepStatistics, *, compare: bool
     ) -> None:
         """Gradients of one mini-batch."""
         self.optimizer.zero_grad()
 
         def forward_step(iterator: Iterator[tuple[int, MicroBatch]], model: Any) -> Any:
             number, batch = next(iterator)
-            old_logprobs = old[number] if number < len(old) else None
+            filler = BeforeUpdate(batch.rollout_logprobs, batch.rollout_logprobs)  # its tokens count nowhere
+            known = before[number] if number < len(before) else filler
             output = self._forward(model, batch)
 
             def loss(value: Any) -> Any:
-                total, count = self._loss(batch, value[0], value[1], old_logprobs, stats, compare=compare)
+                total, count = self._loss(batch, value[0], value[1], known, stats, compare=compare)
                 # Context-parallel ranks compute the same loss, and Megatron adds their counts.
                 counted = count if parallel_state.get_context_parallel_rank() == 0 else 0
                 return total, torch.tensor(counted, dtype=torch.int, device=self.device), {}
@@ -266,7 +311,7 @@ class Trainer:
         batch: MicroBatch,
         logprobs: Tensor,
         entropy: Tensor,
-        old: Tensor | None,
+        before: BeforeUpdate,
         stats: StepStatistics,
         *,
         compare: bool,
@@ -275,25 +320,20 @@ class Trainer:
         detached, mask = logprobs.detach(), batch.mask
         if compare:
             stats.add_parity(detached[mask], batch.rollout_logprobs[mask])
-        reference = detached if old is None else old
-        denominator = batch.rollout_logprobs if self.plan.denominator == "rollout" else reference
-        weights = None
-        if self.plan.importance_weights:
-            cap = self.algorithm.importance_weight_cap
-            weights = truncated_importance_weights(reference, batch.rollout_logprobs, cap)
-            stats.weights += weight_statistics(reference, batch.rollout_logprobs, mask, cap)
-        token_loss = clipped_policy_loss(
-            logprobs,
-            denominator,
-            batch.advantages,
-            mask,
-            self.algorithm.ratio_clip_low,
-            self.algorithm.ratio_clip_high,
-            weights,
-        )
+        old = detached if before.old is None else before.old
         unique, sequence = torch.unique(batch.sequence, return_inverse=True)
+        inputs = LossInputs(
+            logprobs=logprobs,
+            old_logprobs=batch.rollout_logprobs if self.plan.denominator == "rollout" else old,
+            advantages=batch.advantages,
+            mask=mask,
+            sequence=sequence,
+            weights=self._weights(old, batch, sequence, stats) if self.plan.importance_weights else None,
+            reference_logprobs=before.base,
+        )
+        token_loss = policy_loss(inputs, self.algorithm)
         mode = self.algorithm.loss_aggregation
-        total = aggregate(token_loss.loss, mask, sequence, mode, 1, 1)
+        total = aggregate(token_loss.loss, mask, sequence, mode, 1, 1, self.constant_tokens)
         tokens = int(mask.sum())
         count = tokens if mode == "token_mean" else unique.numel() if tokens else 0
         if not bool(torch.isfinite(total)):
@@ -304,7 +344,23 @@ class Trainer:
         stats.tokens += tokens
         stats.entropy_sum += float(entropy[mask].sum())
         stats.ratio += ratio_statistics(token_loss)
+        if before.base is not None:
+            stats.add_divergence(detached, before.base, mask)
         return total, count
+
+    def _weights(self, old: Tensor, batch: MicroBatch, sequence: Tensor, stats: StepStatistics) -> Tensor:
+        """Importance weights from the behaviour policy to the trained one as it was before the rollout's updates."""
+        importance = importance_weights(
+            self.algorithm.importance_correction,
+            old,
+            batch.rollout_logprobs,
+            batch.mask,
+            sequence,
+            floor=self.algorithm.importance_weight_floor,
+            cap=self.algorithm.importance_weight_cap,
+        )
+        stats.weights += importance_statistics(importance)
+        return importance.weights
 
     def _finite_everywhere(self, part: StepStatistics) -> StepStatistics:
         """The sums of a mini-batch over all ranks, the same on each of them.

@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from megatron_qerl.config.noise import FeedbackSection
+from megatron_qerl.noise.controller import Signals, decide
+from megatron_qerl.noise.controller import start as begin
 from tests.support.tiny_run import write_run
 
 ROOT = Path(__file__).parents[2]
@@ -49,17 +52,15 @@ def tensors(run: Path) -> dict[str, bytes]:
     return {f.name: f.read_bytes() for f in folder.iterdir() if f.suffix == ".safetensors"}
 
 
-@pytest.fixture(scope="module")
-def whole_and_killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Run folders: one uninterrupted, one killed after its third step and not yet resumed."""
-    folder = tmp_path_factory.mktemp("resume")
+def run_and_kill(folder: Path, after: int, *arguments: str) -> tuple[Path, Path]:
+    """Run folders: one uninterrupted, one killed after step ``after`` and not yet resumed."""
     config = write_run(folder)
-    whole = start(config, "run.name=whole")
-    killed = start(config, "run.name=killed")
+    whole = start(config, "run.name=whole", *arguments)
+    killed = start(config, "run.name=killed", *arguments)
     record = folder / "runs/killed/metrics.jsonl"
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline and killed.poll() is None:
-        if record.is_file() and record.read_bytes().count(b"\n") >= 3:
+        if record.is_file() and record.read_bytes().count(b"\n") >= after:
             killed.send_signal(signal.SIGKILL)
             break
         time.sleep(0.002)
@@ -67,6 +68,12 @@ def whole_and_killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pa
     assert killed.returncode == -signal.SIGKILL, "the run ended before it could be killed"
     finish(whole)
     return folder / "runs/whole", folder / "runs/killed"
+
+
+@pytest.fixture(scope="module")
+def whole_and_killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Run folders: one uninterrupted, one killed after its third step and not yet resumed."""
+    return run_and_kill(tmp_path_factory.mktemp("resume"), 3)
 
 
 def test_a_killed_run_resumes_bit_equal(whole_and_killed: tuple[Path, Path]) -> None:
@@ -119,3 +126,41 @@ def test_resume_on_other_data_is_refused(whole_and_killed: tuple[Path, Path]) ->
         data.write_text(original)
     assert process.returncode == 2
     assert "another set of problems" in errors
+
+
+FEEDBACK = {"enabled": True, "target_mixed_fraction": 1.0, "max_invalid_fraction": 1.0, "max_entropy_nats": 9.0}
+FEEDBACK |= {"sigma_max": 0.2}
+
+
+def test_a_killed_run_under_feedback_resumes_bit_equal_and_its_decisions_are_those_of_the_law(tmp_path: Path) -> None:
+    """Killed after its second noisy step, so that the checkpoint holds what the controller has learnt."""
+    settings = [f"noise.feedback.{key}={str(value).lower()}" for key, value in FEEDBACK.items()]
+    settings += ["noise.schedule=constant", "checkpoint.interval_steps=1"]
+    whole, killed = run_and_kill(tmp_path, 4, *settings)
+    finish(start(tmp_path / "tiny.yaml", "run.name=killed", "--resume", *settings))
+    assert steps(killed) == steps(whole)
+    assert tensors(killed) == tensors(whole)
+    assert (killed / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
+    assert (killed / "report.html").read_text().count("Feedback&#39;s decisions on sigma") == 1
+    recorded = steps(whole)
+    assert ["feedback" in step["info"] for step in recorded] == [False] * 2 + [True] * 4  # two steps of stage 0
+    state, section = begin(0.05), FeedbackSection.model_validate(FEEDBACK)
+    sigmas, reasons = [], []
+    for step in recorded[2:]:
+        values, info = step["values"], step["info"]["feedback"]
+        signals = Signals(
+            values["groups/mixed_fraction"],
+            values["outcome/unparsable_fraction"] + values["outcome/truncated_fraction"],
+            values.get("entropy/sampling_mean_nats", values["entropy/noisy_mean_nats"]),
+            values.get("kl/k3_nats"),
+        )
+        assert info["signals"] == pytest.approx(vars(signals))
+        assert values["noise/sigma_nominal"] == step["info"]["noise"]["sigma"] == state.sigma
+        state, decision = decide(section, state, Signals(**info["signals"]))
+        assert (info["reason"], info["detail"]) == (decision.reason, decision.detail)
+        assert values["noise/sigma_next"] == decision.sigma_after
+        sigmas.append(state.sigma)
+        reasons.append(decision.reason)
+    assert len(set(sigmas)) > 1
+    summary = json.loads((killed / "summary.json").read_text())
+    assert summary["feedback"] == {reason: reasons.count(reason) for reason in reasons}

@@ -39,10 +39,59 @@ def test_every_likelihood_runs_and_checks_the_engine(config: Path, likelihood: s
         noisy = values["noise/sigma_nominal"] > 0
         assert noisy == (values.get("noise/modules_touched") == 4)
         assert noisy == (values.get("noise/logprob_change_max", 0.0) > 0)
+        assert noisy == ("entropy/clean_mean_nats" in values)
+        assert not noisy or values["entropy/noisy_mean_nats"] != values["entropy/clean_mean_nats"]
+        readable = values["outcome/correct_fraction"] + values["outcome/wrong_fraction"]
+        assert values["outcome/valid_fraction"] == pytest.approx(readable)
+        assert (values["groups/score_variance"] > 0) == (values["groups/mixed_fraction"] > 0)
+        assert (values["groups/distinct_answers"] > 0) == (values["outcome/valid_fraction"] > 0)
     assert [s["values"]["noise/stage"] for s in steps] == [0, 1, 2]
     summary = json.loads((run / "summary.json").read_text())
     assert summary["likelihood"] == likelihood
     assert (run / "report.html").stat().st_size > 10_000
+
+
+GSPO = ["ratio_level=sequence", "ratio_clip_low=3e-4", "ratio_clip_high=4e-4", "loss_aggregation=sequence_mean"]
+OBJECTIVES = {
+    "grpo": ["loss_aggregation=sequence_mean", "kl_coefficient=0.04", "kl_estimator=k3"],
+    "dapo": [],
+    "dr_grpo": ["advantage=leave_one_out", "loss_aggregation=constant"],
+    "gspo": [*GSPO, "likelihood=clean", "importance_correction=sequence_mask"],
+    "cispo": ["surrogate=clipped_weight"],
+    "custom": ["surrogate=clipped_weight", "advantage=mean", "kl_coefficient=0.01", "entropy_coefficient=0.001"],
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_runs_and_updates(config: Path, name: str) -> None:
+    """Two updates a rollout, so that the second is off its policy."""
+    settings = [f"algorithm.{s}" for s in (f"name={name}", "dynamic_sampling.enabled=false", *OBJECTIVES[name])]
+    run = train(config, f"objective_{name}", *settings, "train.minibatches_per_step=2", "train.steps=6")
+    divergence = any("kl_coefficient" in s for s in settings)
+    steps = [step["values"] for step in recorded(run)]
+    assert steps[-1]["optimizer/updates"] == 2 * len(steps)
+    for values in steps:
+        assert values["parity/logprob_max_abs"] <= 1e-4
+        assert ("kl/base_k3_nats" in values) == divergence
+        assert ("correction/effective_response_fraction" in values) == (name == "gspo")
+    assert any(values["optimizer/update_norm"] > 0 for values in steps)
+    assert any(values["ratio/std"] > 0 for values in steps)
+    if divergence:
+        assert steps[-1]["kl/base_k3_nats"] > 0
+
+
+def test_relative_noise_is_proved_in_engine_and_trainer(config: Path) -> None:
+    run = train(config, "relative", "noise.budget=relative", "algorithm.dynamic_sampling.enabled=false")
+    steps = recorded(run)
+    assert [s["info"]["noise"]["budget"] for s in steps] == ["relative"] * 3
+    for values in (s["values"] for s in steps):
+        assert values["parity/logprob_max_abs"] <= 1e-4
+    for step in steps[1:]:
+        values = step["values"]
+        assert values["noise/near_zero_channels"] == sum(step["info"].get("near_zero_channels", {}).values())
+        assert values["noise/modules_touched"] == 4
+        assert values["noise/engine_slope"] == pytest.approx(1.0, abs=0.05)
+        assert values["noise/sigma_effective"] == pytest.approx(values["noise/sigma_nominal"], rel=0.25)
 
 
 def test_off_policy_minibatches_grpo_and_noisy_evaluation(config: Path) -> None:

@@ -20,7 +20,7 @@ from megatron_qerl.models import load as load_module
 from megatron_qerl.models.adapter_state import adapter_hash, collect, restore
 from megatron_qerl.parallel import setup
 from megatron_qerl.trainer.optimizer import AdapterOptimizer
-from megatron_qerl.trainer.step import StepStatistics, Trainer
+from megatron_qerl.trainer.step import BeforeUpdate, StepStatistics, Trainer
 from tests.multiprocess.tensor_data_cases import adapter_of, gradients, groups_of
 from tests.support.loaded import Loaded, load
 
@@ -171,7 +171,7 @@ def train(
             sent = torch.tensor(routes, dtype=torch.int16).repeat(batch.tokens.total_tokens, 1)
             batch.tokens.params.routing = RoutingRecord(dict.fromkeys(range(loaded.shape.num_blocks), sent))
     with loaded.registry.applied(noise):
-        trainer._accumulate(batches, [None] * len(batches), StepStatistics(), compare=False)
+        trainer._accumulate(batches, [BeforeUpdate()] * len(batches), StepStatistics(), compare=False)
     found["gradient"] = gradients(loaded, trainer)
     if routes is None:
         updates = [u for _ in range(2) for u in trainer.train_step(groups, noise).updates]

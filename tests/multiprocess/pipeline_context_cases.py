@@ -21,7 +21,7 @@ from megatron_qerl.models.walk import hf_name, modules
 from megatron_qerl.noise.proof import over_stages, read_back
 from megatron_qerl.parallel import setup
 from megatron_qerl.trainer.optimizer import AdapterOptimizer
-from megatron_qerl.trainer.step import StepStatistics, Trainer
+from megatron_qerl.trainer.step import BeforeUpdate, StepStatistics, Trainer
 from tests.multiprocess.tensor_data_cases import adapter_of, gradients, groups_of, run_config
 from tests.support.loaded import Loaded, load
 
@@ -59,7 +59,7 @@ def everything(path: Path, changes: dict[str, Any], lengths: list[list[int]], ro
     batches = trainer._own_microbatches(groups)
     found["rows"] = [b.tokens.total_tokens for b in batches]
     with loaded.registry.applied(noise):
-        trainer._accumulate(batches, [None] * len(batches), StepStatistics(), compare=False)
+        trainer._accumulate(batches, [BeforeUpdate()] * len(batches), StepStatistics(), compare=False)
     found["gradient"] = gradients(loaded, trainer)
     stats = trainer.train_step(groups, noise)
     found["statistics"] = asdict(stats)

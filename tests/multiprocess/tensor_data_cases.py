@@ -15,7 +15,7 @@ from megatron_qerl.parallel import setup
 from megatron_qerl.trainer import checkpoint
 from megatron_qerl.trainer.batch import TrainingGroup, TrainingResponse
 from megatron_qerl.trainer.optimizer import AdapterOptimizer
-from megatron_qerl.trainer.step import StepStatistics, Trainer
+from megatron_qerl.trainer.step import BeforeUpdate, StepStatistics, Trainer
 from tests.support.loaded import Loaded, load
 
 NOISE = {"sigma_start": 0.05, "sigma_end": 0.01, "stages": 3}
@@ -117,7 +117,7 @@ def two_updates(
     found["microbatches"] = len(batches)
     found["tokens"] = sum(b.tokens.total_tokens for b in batches)
     with loaded.registry.applied(noise):
-        trainer._accumulate(batches, [None] * len(batches), stats, compare=False)
+        trainer._accumulate(batches, [BeforeUpdate()] * len(batches), stats, compare=False)
     found["gradient"] = gradients(loaded, trainer)
     found["loss"], found["normaliser"] = stats.loss_sum, stats.normaliser
     updates = [u for _ in range(2) for u in trainer.train_step(groups, noise).updates]
@@ -202,7 +202,7 @@ def difference_quotients(
         return float(-(advantages * logprobs).sum() / advantages.numel())
 
     with loaded.registry.applied(noise):
-        trainer._accumulate(batches, [None] * len(batches), StepStatistics(), compare=False)
+        trainer._accumulate(batches, [BeforeUpdate()] * len(batches), StepStatistics(), compare=False)
     gradient = gradients(loaded, trainer)
     generator = torch.Generator().manual_seed(3)
     names, result = sorted(start), []

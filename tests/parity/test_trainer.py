@@ -11,85 +11,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_qerl.config.schema import NoiseSection, RunConfig
+from megatron_qerl.config.schema import NoiseSection
 from megatron_qerl.errors import ConfigError, NoiseProofError, NonFiniteError
 from megatron_qerl.models.adapter_state import collect
 from megatron_qerl.noise.proof import check_engine
 from megatron_qerl.trainer import checkpoint
 from megatron_qerl.trainer.batch import TrainingGroup, TrainingResponse, plan_microbatches, share_out
-from megatron_qerl.trainer.optimizer import AdapterOptimizer
-from megatron_qerl.trainer.step import StepStatistics, Trainer
-from megatron_qerl.types import NoiseState
-from tests.support.loaded import Loaded, load, randomize_adapters
+from megatron_qerl.trainer.step import BeforeUpdate, StepStatistics
 from tests.support.tiny_model import write_model
+from tests.support.tiny_trainer import batch, gradient, make_trainer
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"), "qwen2", scale=0.1)
-
-
-def run_config(folder: Path, **changes: Any) -> RunConfig:
-    data: dict[str, Any] = {
-        "run": {"name": "t"},
-        "model": {"path": folder, "dtype": "float32", "max_sequence_length": 128},
-        "lora": {"rank": 4, "alpha": 8.0},
-        "noise": {"sigma_start": 0.05, "sigma_end": 0.01, "stages": 3},
-        "data": {"train": {"kind": "arithmetic"}, "eval": {"kind": "arithmetic", "split": "heldout"}},
-        "rollout": {"max_prompt_tokens": 10, "max_new_tokens": 10},
-        "algorithm": {"name": "grpo", "likelihood": "replay"},
-        "optimizer": {"learning_rate": 1e-3},
-        "train": {"steps": 10},
-    }
-    for key, value in changes.items():
-        section, name = key.split("__")
-        data.setdefault(section, {})[name] = value
-    return RunConfig.model_validate(data)
-
-
-def make_trainer(folder: Path, **changes: Any) -> tuple[Loaded, Trainer]:
-    config = run_config(folder, **changes)
-    loaded = load(folder, dtype=config.model.dtype, lora=config.lora, noise=config.noise)
-    randomize_adapters(loaded.model)
-    optimizer = AdapterOptimizer(loaded.model, config.optimizer, config.train.steps)
-    return loaded, Trainer(loaded.model, loaded.registry, optimizer, config)
-
-
-def batch(loaded: Loaded, trainer: Trainer, noise: NoiseState, drift: float = 0.0) -> list[TrainingGroup]:
-    """Six groups of four responses whose rollout log-probabilities are those of the noisy policy plus ``drift``."""
-    generator = torch.Generator().manual_seed(0)
-
-    def ids(n: int) -> tuple[int, ...]:
-        return tuple(torch.randint(3, 73, (n,), generator=generator).tolist())
-
-    groups, number = [], 0
-    for g in range(6):
-        responses = []
-        for r in range(4):
-            length = 1 + (5 * g + 3 * r) % 9
-            advantage = (1.5, -0.5, -0.7, -0.3)[(g + r) % 4]
-            responses.append(TrainingResponse(ids(length), (0.0,) * length, advantage, number))
-            number += 1
-        groups.append(TrainingGroup(ids(3 + g), tuple(responses)))
-    scored = []
-    for group in groups:
-        logprobs = trainer.probe([group], noise)
-        pieces = logprobs.split([len(r.token_ids) for r in group.responses])
-        jitter = [drift * math.sin(7 * i) for i in range(len(pieces))]
-        scored.append(
-            TrainingGroup(
-                group.prompt_ids,
-                tuple(
-                    TrainingResponse(r.token_ids, tuple((p + j).tolist()), r.advantage, r.sequence)
-                    for r, p, j in zip(group.responses, pieces, jitter, strict=True)
-                ),
-            )
-        )
-    return scored
-
-
-def gradient(loaded: Loaded) -> torch.Tensor:
-    return torch.cat([p.main_grad.flatten() for p in loaded.model.parameters() if p.requires_grad])
 
 
 def accumulated(folder: Path, **changes: Any) -> torch.Tensor:
@@ -99,7 +34,7 @@ def accumulated(folder: Path, **changes: Any) -> torch.Tensor:
     groups = batch(loaded, trainer, noise, drift=0.3)
     batches = trainer._microbatches(groups)
     with loaded.registry.applied(noise if trainer.plan.replay_noise else None):
-        trainer._accumulate(batches, [None] * len(batches), StepStatistics(), compare=False)
+        trainer._accumulate(batches, [BeforeUpdate()] * len(batches), StepStatistics(), compare=False)
     return gradient(loaded)
 
 
@@ -326,7 +261,7 @@ def test_a_microbatch_without_responses_changes_nothing(folder: Path) -> None:
         batches = trainer._microbatches(batch(loaded, trainer, noise, drift=0.3))
         batches = [*trainer._build([()] * extra), *batches]
         stats = StepStatistics()
-        trainer._accumulate(batches, [None] * len(batches), stats, compare=True)
+        trainer._accumulate(batches, [BeforeUpdate()] * len(batches), stats, compare=True)
         gradients.append(gradient(loaded))
         losses.append(stats)
     assert torch.equal(*gradients)

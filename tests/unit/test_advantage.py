@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from megatron_qerl.algorithms.advantage import group_advantages, with_advantages
+from megatron_qerl.algorithms.advantage import advantages_for_update, group_advantages, with_advantages
+from megatron_qerl.config.schema import AlgorithmSection
 from tests.support.groups import make_group
 
 
@@ -51,3 +52,12 @@ def test_a_group_gets_its_advantages_from_the_shaped_rewards():
 def test_a_reward_that_is_not_finite_is_an_error():
     with pytest.raises(AssertionError, match="finite"):
         group_advantages([1.0, math.nan], epsilon=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["mean_std", "mean", "leave_one_out"])
+def test_an_update_gets_the_kind_that_the_config_names(kind: str) -> None:
+    algorithm = AlgorithmSection(name="custom", likelihood="replay", advantage=kind, advantage_epsilon=0.25)
+    group = make_group([1.0, 0.0, 0.0, 0.0])
+    assert advantages_for_update(group, algorithm).advantages == group_advantages(group.rewards, 0.25, kind)
+    alike = make_group([0.0, 0.0], rewards=[0.0, -0.5])  # they differ in length alone
+    assert advantages_for_update(alike, algorithm).advantages == (0.0, 0.0)

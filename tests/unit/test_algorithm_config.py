@@ -132,21 +132,3 @@ def test_clean_refuses_a_support_that_was_cut(cut: dict[str, Any]) -> None:
     assert run_config().rollout.top_p == 1.0
     with pytest.raises(ValidationError, match="cannot be repaired by importance weights"):
         run_config(rollout=cut)
-
-
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"algorithm": {"name": "dr_grpo", "likelihood": "replay", **VALID["dr_grpo"]}},
-        {"algorithm": {"name": "gspo", "likelihood": "replay", **GSPO}},
-        {"algorithm": {"name": "cispo", "likelihood": "replay", **VALID["cispo"]}},
-        {"algorithm": {"name": "grpo", "likelihood": "clean", "importance_correction": "token_mask"}},
-        {"algorithm": {"name": "grpo", "likelihood": "replay", "kl_coefficient": 0.1}},
-        {"algorithm": {"name": "custom", "likelihood": "replay", "entropy_coefficient": 0.1}},
-        {"noise": {"budget": "relative"}},
-        {"noise": {"schedule": "constant", "feedback": {"enabled": True}}},
-    ],
-)
-def test_a_run_refuses_what_its_trainer_would_ignore(sections: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match="is not available in this version; use"):
-        run_config(**sections)

@@ -9,15 +9,25 @@ import pytest
 import torch
 
 from megatron_qerl.algorithms.correction import (
+    ImportanceWeights,
     WeightStatistics,
     effective_sample_size,
-    truncated_importance_weights,
-    weight_statistics,
+    importance_statistics,
+    importance_weights,
 )
 from megatron_qerl.algorithms.likelihood import plan
 from megatron_qerl.algorithms.objective import clipped_policy_loss
 from megatron_qerl.metrics.names import METRICS
 from megatron_qerl.types import LikelihoodMode
+
+
+def by_token(
+    target: torch.Tensor, behaviour: torch.Tensor, cap: float, mask: torch.Tensor | None = None
+) -> ImportanceWeights:
+    """``token_truncate`` over tokens of one response, all of which count unless masked."""
+    mask = torch.ones_like(target, dtype=torch.bool) if mask is None else mask
+    one = torch.zeros_like(mask, dtype=torch.int64)
+    return importance_weights("token_truncate", target, behaviour, mask, one, floor=0.0, cap=cap)
 
 
 def test_every_mode_has_a_plan_that_carries_its_name():
@@ -63,7 +73,7 @@ def one_token_gradient(mode: LikelihoodMode) -> tuple[torch.Tensor, torch.Tensor
     leaf = logits_V.clone().requires_grad_()
     logprobs_V = torch.log_softmax(leaf + (noise_V if chosen.replay_noise else 0.0), 0)
     old_V = behaviour_V if chosen.denominator == "rollout" else logprobs_V.detach()
-    weights_V = truncated_importance_weights(old_V, behaviour_V, cap=10.0) if chosen.importance_weights else None
+    weights_V = by_token(old_V, behaviour_V, 10.0).weights if chosen.importance_weights else None
     loss = clipped_policy_loss(logprobs_V, old_V, reward_V, torch.ones(4, dtype=torch.bool), 0.2, 0.28, weights_V)
     (behaviour_V.exp() * loss.loss).sum().backward()
 
@@ -89,13 +99,13 @@ def test_uncorrected_estimates_another_gradient():
 
 def test_weights_are_the_ratio_cut_at_the_cap():
     target = torch.tensor([0.5, 0.2, 0.9]).log().requires_grad_()
-    weights = truncated_importance_weights(target, torch.tensor([0.25, 0.4, 0.1]).log(), cap=3.0)
+    weights = by_token(target, torch.tensor([0.25, 0.4, 0.1]).log(), 3.0).weights
     assert weights.tolist() == pytest.approx([2.0, 0.5, 3.0])
     assert not weights.requires_grad
 
 
 def test_a_weight_that_overflows_is_cut_too():
-    weights = truncated_importance_weights(torch.tensor([0.0]), torch.tensor([-500.0]), cap=2.0)
+    weights = by_token(torch.tensor([0.0]), torch.tensor([-500.0]), 2.0).weights
     assert weights.tolist() == [2.0]
 
 
@@ -110,9 +120,9 @@ def test_weight_statistics_of_parts_add_up_and_respect_the_mask():
     raw = torch.tensor([4.0, 1.0, 0.5, 99.0, 2.5, 0.25])
     target, behaviour = raw.log(), torch.zeros(6)
     mask = torch.tensor([True, True, True, False, True, True])
-    whole = weight_statistics(target, behaviour, mask, cap=2.0)
+    whole = importance_statistics(by_token(target, behaviour, 2.0, mask))
     cuts = ((0, 1), (1, 4), (4, 6))
-    parts = [weight_statistics(target[a:b], behaviour[a:b], mask[a:b], 2.0) for a, b in cuts]
+    parts = [importance_statistics(by_token(target[a:b], behaviour[a:b], 2.0, mask[a:b])) for a, b in cuts]
     metrics = sum(parts, WeightStatistics()).as_metrics()
     assert metrics == pytest.approx(whole.as_metrics(), rel=1e-12)
     # Truncated weights 2, 1, 0.5, 2, 0.25.
@@ -122,21 +132,23 @@ def test_weight_statistics_of_parts_add_up_and_respect_the_mask():
             "correction/weight_max": 4.0,
             "correction/effective_sample_fraction": 5.75**2 / (4 + 1 + 0.25 + 4 + 0.0625) / 5,
             "correction/truncated_fraction": 2 / 5,
+            "correction/dropped_fraction": 0.0,
         },
         rel=1e-6,
     )
-    used = truncated_importance_weights(target, behaviour, 2.0)[mask]
+    used = by_token(target, behaviour, 2.0).weights[mask]
     assert effective_sample_size(used) == pytest.approx(whole.effective_tokens)
     assert WeightStatistics().as_metrics() == {}
 
 
 def test_the_largest_raw_weight_stays_finite_where_float32_overflows():
-    one = torch.ones(1, dtype=torch.bool)
-    statistics = weight_statistics(torch.tensor([0.0]), torch.tensor([-200.0]), one, cap=2.0)
+    statistics = importance_statistics(by_token(torch.tensor([0.0]), torch.tensor([-200.0]), 2.0))
     assert statistics.as_metrics()["correction/weight_max"] == pytest.approx(math.exp(200.0))
 
 
 def test_metric_names_are_registered():
-    one = torch.ones(1, dtype=torch.bool)
-    metrics = weight_statistics(torch.zeros(1), torch.zeros(1), one, cap=2.0).as_metrics()
+    target, one = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
+    weights = importance_weights("sequence_mask", target, target, one == 0, one, floor=0.5, cap=2.0)
+    metrics = importance_statistics(weights).as_metrics()
+    assert "correction/effective_response_fraction" in metrics
     assert set(metrics) <= set(METRICS)

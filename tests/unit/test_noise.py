@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_qerl.bookkeeping import noise_values
 from megatron_qerl.config.schema import NoiseSection
 from megatron_qerl.errors import ConfigError, FaultError, NoiseProofError
+from megatron_qerl.noise.budget import relative_budget
 from megatron_qerl.noise.proof import check_counts, check_engine, compare_engine, logprob_change, read_back
 from megatron_qerl.noise.registry import NoiseRegistry, NormKey
 from megatron_qerl.noise.schedule import sigma_of_stage, stage_of_step
@@ -124,6 +126,13 @@ def test_stage_zero_and_disabled_noise_touch_nothing() -> None:
         r.apply(state)
         assert all(m.noise is None for m in r._all.values())
     assert registry(NoiseSection(enabled=False)).state(99, 100).sigma == 0.0
+
+
+def test_a_steered_sigma_replaces_the_schedules_except_in_the_clean_stage() -> None:
+    r = registry()
+    assert r.state(50, 100, 0.07) == replace(r.state(50, 100), sigma=0.07)
+    assert r.state(9, 100, 0.07) == r.state(9, 100)
+    assert not registry(NoiseSection(enabled=False)).state(50, 100, 0.07).active
 
 
 def test_the_proof_passes_and_reports_the_effective_sigma() -> None:
@@ -244,6 +253,62 @@ def test_folded_scales_get_divided_noise_and_sigma_is_stated_in_the_original_sca
     assert folded.touched == 6
     assert folded.sigma_effective == pytest.approx(unfolded.sigma_effective, rel=1e-4)
     assert r.hash != plain.hash
+
+
+def scaled_norms() -> dict[NormKey, Norm]:
+    """Scales of another size in each norm, among them one near zero and one of zero in the first."""
+    modules = norms()
+    for index, module in enumerate(modules.values()):
+        module.weight = (0.1 + index) * torch.linspace(0.7, 1.3, 32)
+    modules[(0, "input")].weight[3] = 1e-3
+    modules[(0, "input")].weight[4] = 0.0
+    return modules
+
+
+def test_a_relative_budget_scales_each_norms_noise_and_is_proved_and_reported() -> None:
+    modules, config = scaled_norms(), NoiseSection(budget="relative")
+    factor = np.linspace(0.5, 2.0, 32, dtype=np.float32)
+    r = NoiseRegistry(modules, dict.fromkeys(modules, 32), config, 1, folded={(2, "input"): factor})
+    state, plain = r.state(10, 100), registry().state(10, 100)
+    assert state == replace(plain, budget="relative", modules_hash=r.hash)
+    with r.applied(state):
+        for key, module in r.targets.items():
+            scale = module.weight.double().numpy() * (factor if key in r.folded else 1.0)
+            budget = relative_budget(scale, 1.0)
+            deviation = budget.sigma * budget.shrink
+            normal = draw(replace(plain, sigma=1.0), *key, 32).astype(np.float64)
+            found = module.noise.double().numpy() * (factor if key in r.folded else 1.0)  # type: ignore[union-attr]
+            assert found == pytest.approx(state.sigma * deviation * normal, rel=1e-6)
+        result = read_back(r, state)
+    assert (result.touched, result.expected) == (6, 6)
+    assert result.sigma_effective == pytest.approx(state.sigma, rel=0.25)
+    assert result.near_zero == {"0.input": 2}
+    values = noise_values(state, result, (0.1, 0.2))
+    assert values["noise/near_zero_channels"] == 2.0
+    assert "noise/near_zero_channels" not in noise_values(plain, replace(result, near_zero={}), (0.1, 0.2))
+
+
+def test_a_relative_draw_rebuilds_from_its_json_and_the_scales_alone() -> None:
+    first, second = (
+        NoiseRegistry(m, dict.fromkeys(m, 32), NoiseSection(budget="relative"), seed)
+        for m, seed in ((scaled_norms(), 1), (scaled_norms(), 2))
+    )
+    fields = json.loads(json.dumps(first.state(50, 100).__dict__))
+    again = NoiseState(**{**fields, "roles": tuple(fields["roles"])})
+    second.apply(again)
+    for key, module in second.targets.items():
+        assert torch.equal(module.noise, first.displacement(first.state(50, 100), key))  # type: ignore[arg-type]
+
+
+def test_noise_of_another_budget_is_refused_and_does_not_pass_the_proof() -> None:
+    modules = scaled_norms()
+    absolute, relative = (
+        NoiseRegistry(modules, dict.fromkeys(modules, 32), NoiseSection(budget=b), 1) for b in ("absolute", "relative")
+    )
+    with pytest.raises(FaultError, match=r"noise.budget: absolute, this run has relative"):
+        relative.apply(absolute.state(10, 100))
+    with absolute.applied(absolute.state(10, 100)):
+        assert read_back(relative, relative.state(10, 100)).touched == 0
 
 
 def test_a_state_of_another_model_is_refused() -> None:
