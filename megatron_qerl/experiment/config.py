@@ -22,12 +22,22 @@ OWN_KEYS = (
 PaperArm = Literal["bf16_lora", "nvfp4_lora", "nvfp4_lora_aqn"]
 
 
+def _checked(overrides: dict[str, Any]) -> dict[str, Any]:
+    for key in overrides:
+        if key in OWN_KEYS:
+            raise ValueError(f"{key} is set by the experiment, the same in all arms; remove it from overrides")
+        if "." not in key:
+            raise ValueError(f"{key} must be a dotted key; write for example noise.enabled: false")
+    return overrides
+
+
 class ExperimentSection(Section):
     """Where the experiment lives and how a run is started."""
 
     name: str = Field(description="name of the experiment; its folder is output_dir/name")
     output_dir: Path = Field(default=Path("runs"), description="parent of the experiment's folder")
     recipe: Path = Field(description="config of train that every run starts from, relative to the experiment's file")
+    overrides: dict[str, Any] = Field(default={}, description="dotted key of the recipe -> value, for all arms")
     launcher: tuple[str, ...] = Field(
         default=(),
         description="command that starts a run's processes, such as [torchrun, --nproc-per-node, '8']; "
@@ -36,6 +46,11 @@ class ExperimentSection(Section):
     devices: PositiveInt | None = Field(
         default=None, description="GPUs, or CPU cores, that a run occupies; null: 1 GPU, or torch's CPU threads"
     )
+
+    @field_validator("overrides")
+    @classmethod
+    def _overrides_are_free(cls, overrides: dict[str, Any]) -> dict[str, Any]:
+        return _checked(overrides)
 
     @field_validator("name")
     @classmethod
@@ -65,13 +80,8 @@ class ArmSection(Section):
 
     @field_validator("overrides")
     @classmethod
-    def _overrides_are_the_arms_to_choose(cls, overrides: dict[str, Any]) -> dict[str, Any]:
-        for key in overrides:
-            if key in OWN_KEYS:
-                raise ValueError(f"{key} is the same in all arms and set by the experiment; remove it from the arm")
-            if "." not in key:
-                raise ValueError(f"{key} must be a dotted key; write for example noise.enabled: false")
-        return overrides
+    def _overrides_are_free(cls, overrides: dict[str, Any]) -> dict[str, Any]:
+        return _checked(overrides)
 
 
 class BudgetSection(Section):

@@ -43,7 +43,7 @@ class Experiment:
 
     Attributes:
         recipe_path: the recipe's file.
-        recipe: the recipe as ``train`` would read it.
+        recipe: the recipe with what the experiment changes for all arms.
         folder: the experiment's folder; runs are in ``folder/runs``.
     """
 
@@ -61,7 +61,7 @@ class Experiment:
         """
         section = config.experiment
         recipe_path = config_path.parent / section.recipe
-        recipe: RunConfig = load_config(recipe_path)
+        recipe: RunConfig = load_config(recipe_path, options=section.overrides)
         experiment = cls(config, recipe_path, recipe, section.output_dir / section.name)
         for arm in config.arms:
             for stage in ("tune", "final") if experiment.searches else ("final",):
@@ -98,6 +98,7 @@ class Experiment:
         final = spec.stage == "final"
         steps = budget.steps if final else self.config.tuning.steps
         options: dict[str, Any] = {
+            **self.config.experiment.overrides,
             **arm.overrides,
             "run.name": spec.name,
             "run.output_dir": str(self.runs_dir),

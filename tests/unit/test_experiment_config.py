@@ -46,7 +46,7 @@ def opened(path: Path, *overrides: str) -> Experiment:
 
 
 def test_a_run_is_the_recipe_with_the_arms_keys_and_the_experiments(path: Path) -> None:
-    experiment = opened(path)
+    experiment = opened(path, "experiment.overrides={eval.problems: 9, model.path: models/shared}")
     spec = RunSpec("final", "plain", 1e-4, 2)
     run = experiment.run_config(spec, 1.25)
     assert run.model.path == Path("models/dense")
@@ -56,7 +56,8 @@ def test_a_run_is_the_recipe_with_the_arms_keys_and_the_experiments(path: Path) 
     assert (run.checkpoint.interval_steps, run.checkpoint.keep) == (1, 6)
     assert run.run.output_dir / run.run.name == path.parent / "two/runs/final-plain-lr0.0001-seed2"
     noisy = experiment.run_config(RunSpec("tune", "noisy", 1e-4, 1000), 1.25)
-    assert noisy.model.path == Path("models/packed")
+    assert noisy.model.path == Path("models/shared")
+    assert noisy.eval.problems == run.eval.problems == experiment.recipe.eval.problems == 9
     assert (noisy.rollout.temperature, noisy.train.steps, noisy.eval.interval_steps) == (1.0, 3, 0)
 
 
@@ -86,7 +87,7 @@ def test_every_arm_gets_the_same_number_of_trials(path: Path) -> None:
         ("evaluation.quality=1.5", "evaluation.quality"),
         ("experiment.name=a/b", "must be letters"),
         ("arms=[{name: A, title: x}]", "lower-case"),
-        ("arms=[{name: a, title: x, overrides: {run.seed: 3}}]", "run.seed is the same in all arms"),
+        ("arms=[{name: a, title: x, overrides: {run.seed: 3}}]", "run.seed is set by the experiment"),
         ("arms=[{name: a, title: x, overrides: {noise: {enabled: false}}}]", "must be a dotted key"),
         (
             "arms=[{name: noisy, title: x}, {name: plain, title: y, match_entropy_of: plain}]",
@@ -94,6 +95,8 @@ def test_every_arm_gets_the_same_number_of_trials(path: Path) -> None:
         ),
         ("arms=[{name: a, title: x, paper_arm: full}]", "paper_arm"),
         ("arms=[]", "arms"),
+        ("experiment.overrides={train.steps: 3}", "train.steps is set by the experiment"),
+        ("experiment.overrides={train.stepz: 3}", "train.stepz"),
         ("tuning.selection_share=0.0", "selection_share"),
         ("budget.steps=2", "noise.stages"),
         ("tuning.steps=2", "noise.stages"),
