@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_qerl.cli.main import EXIT_INTERRUPTED, main
 from megatron_qerl.config.schema import QuantizeConfig
@@ -65,7 +67,15 @@ def test_an_experiment_is_interrupted_resumed_and_refused_when_changed(
     assert not (dense / "summary.json").exists()
     capsys.readouterr()
 
-    assert main(["experiment", str(config)]) == 0
+    # The rest in processes of their own, as on a cluster; the probe is made again, to compare it.
+    probe = folder / "entropy/dense.json"
+    here = json.loads(probe.read_text())
+    probe.unlink()
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    launcher = f"experiment.launcher=[{sys.executable}]"
+    assert main(["experiment", str(config), launcher]) == 0
+    assert json.loads(probe.read_text()) == here
+    assert (folder / f"logs/{dense.name}.log").is_file()
     said = capsys.readouterr().out
     assert f"{packed.name}: finished before" in said
     assert f"{dense.name}: resumed" in said
