@@ -17,7 +17,7 @@ from megatron_qerl.report.summary import write_text
 from megatron_qerl.report.template import STYLE
 
 REPORT_HTML, REPORT_MARKDOWN = "report.html", "report.md"
-UNITS = {"tokens": "completion tokens", "wall_s": "wall clock (s)", "device_hours": "device-hours"}
+UNITS = {"tokens": "completion tokens", "wall_s": "wall clock (s)", "device_hours": "GPU-hours or core-hours"}
 
 
 @dataclass(frozen=True)

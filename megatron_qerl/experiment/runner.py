@@ -96,7 +96,11 @@ class Runner:
         if experiment.searches:
             tuned = {arm.name: self.tune(arm.name) for arm in config.arms}
         specs = experiment.finals({name: found.learning_rate for name, found in tuned.items()})
-        records = [self.train(spec) for spec in specs]
+        records = []
+        for spec in specs:
+            records.append(self.train(spec))
+            if config.budget.completion_tokens is not None:
+                check_readable(records[-1], config.budget.completion_tokens)
         self.check_pairs(records)
         budget, readings = self.read(records)
         by_arm = {arm.name: tuple(r for r in readings if r.record.spec.arm == arm.name) for arm in config.arms}
@@ -182,14 +186,8 @@ class Runner:
         wanted, mode = self.experiment.config.budget.completion_tokens, self.experiment.config.evaluation.mode
         reached = min(record.tokens[-1] for record in records)
         budget = reached if wanted is None else min(reached, wanted)
-        first = max(record.tokens[1] for record in records)
-        if budget < first:
-            raise UserError(
-                "budget.completion_tokens",
-                budget,
-                f"a run generated {first} tokens in its first step, so it would be read untrained",
-                "raise it, or budget.steps where a run ended too early, under a new experiment.name",
-            )
+        for record in records:
+            check_readable(record, budget)
         if wanted is not None and reached < wanted:
             self.say(
                 f"budget: a run ended after {reached} completion tokens, so all are read there and not at {wanted}"
@@ -204,6 +202,23 @@ class Runner:
             record.keep_checkpoints([step])
             readings.append(Reading(record, step))
         return budget, readings
+
+
+def check_readable(record: RunRecord, budget_tokens: int) -> None:
+    """Some trained policy of the run must lie within the budget.
+
+    Raises:
+        UserError: none does.
+    """
+    if record.reading_step(budget_tokens) == 0:
+        raise UserError(
+            "budget.completion_tokens",
+            budget_tokens,
+            f"run {record.spec.name} had generated {record.tokens[1]} tokens in its first step, and none of its stored "
+            "policies lies within the budget but the untrained one",
+            "raise it (or budget.steps, if another run ended early), or lower budget.checkpoint_every_steps, under a "
+            "new experiment.name",
+        )
 
 
 def best_rate(trials: Sequence[Trial]) -> float:

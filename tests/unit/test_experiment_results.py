@@ -125,8 +125,23 @@ def test_a_smaller_budget_is_kept_and_a_larger_one_is_said_not_to_be(experiment:
 
 
 def test_a_budget_below_the_first_step_is_refused(experiment: Experiment) -> None:
+    launch = FakeLaunch()
     with pytest.raises(UserError, match=r"budget\.completion_tokens = 90: .*100 tokens in its first step"):
-        run(single_rate(experiment, completion_tokens=90), FakeLaunch())
+        run(single_rate(experiment, completion_tokens=90), launch)
+    assert len(launch.trained) == 1, "the first run shows it"
+
+
+def test_a_budget_that_a_short_run_shrinks_below_anothers_first_step_is_refused(experiment: Experiment) -> None:
+    with pytest.raises(UserError, match=rf"budget\.completion_tokens = 600: run {PLAIN}1 had generated 900"):
+        run(single_rate(experiment), FakeLaunch(tokens={f"{PLAIN}1": 900}))
+
+
+def test_a_base_model_that_changes_on_the_way_is_refused(experiment: Experiment) -> None:
+    run(single_rate(experiment), FakeLaunch())
+    stored = experiment.runs_dir / f"{NOISY}2/summary.json"
+    stored.write_text(stored.read_text().replace("base of", "another base of"))
+    with pytest.raises(FaultError, match=r"model models/packed: was changed"):
+        run(single_rate(experiment), FakeLaunch())
 
 
 def test_differences_are_of_pairs_with_intervals_over_problems_and_over_seeds(experiment: Experiment) -> None:
