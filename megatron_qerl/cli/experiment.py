@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_qerl.experiment.results import RESULTS_FILE, build
     from megatron_qerl.experiment.runner import Runner
 
+    experiment.check_models()
     experiment.claim()
     finished = Runner(experiment, lambda line: print(f"experiment: {line}", flush=True)).run()
     write_results(experiment.folder, build(experiment, finished))

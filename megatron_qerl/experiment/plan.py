@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_qerl.config.availability import refuse_unbuilt
 from megatron_qerl.config.loader import load_config, resolved_yaml
 from megatron_qerl.config.schema import RunConfig
 from megatron_qerl.data.dataset import EVALUATION_SHUFFLE_SEED, load_dataset
@@ -66,7 +67,8 @@ class Experiment:
         for arm in config.arms:
             for stage in ("tune", "final") if experiment.searches else ("final",):
                 rate, seed = config.tuning.learning_rates[0], config.seeds[0]
-                experiment.run_config(RunSpec(stage, arm.name, rate, seed), recipe.rollout.temperature)
+                spec = RunSpec(stage, arm.name, rate, seed)
+                refuse_unbuilt(experiment.run_config(spec, recipe.rollout.temperature))
         experiment.check_arms()
         return experiment
 
@@ -181,6 +183,31 @@ class Experiment:
                 f"{len(clusters) - selecting} be reported; both need at least one",
                 "change it, or evaluate on more problems",
             )
+
+    def check_models(self) -> None:
+        """Every arm's model folder can be opened, and all have the same tokenizer and chat template.
+
+        Raises:
+            CheckpointError: a folder cannot be used.
+            ConfigError: prompts would differ between arms.
+        """
+        from megatron_qerl.nvfp4.checkpoint import ModelFolder
+
+        rate, seed = self.config.tuning.learning_rates[0], self.config.seeds[0]
+        paths = {a.name: self.run_config(RunSpec("final", a.name, rate, seed)).model.path for a in self.config.arms}
+        first, *_ = paths.values()
+        wanted = ModelFolder.open(first)
+        for name, path in paths.items():
+            found = ModelFolder.open(path)
+            same = (found.tokenizer_hash, found.chat_template_hash) == (
+                wanted.tokenizer_hash,
+                wanted.chat_template_hash,
+            )
+            if not same:
+                rule = f"its tokenizer or chat template is not that of {first}, so prompts would be no pairs"
+                raise ConfigError(
+                    f"arms.{name}: model.path", path, rule, "Quantise the folder that the others train on"
+                )
 
     def claim(self) -> None:
         """Make the folder this experiment's, or see that it is.

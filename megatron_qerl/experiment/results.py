@@ -64,7 +64,7 @@ def build(experiment: Experiment, finished: Finished) -> dict[str, Any]:
         "differing_settings": differing_settings(finished.configs),
         "tuning": {name: maker.tuning(name) for name in finished.tuned},
         "time_to_quality": maker.time_to_quality(),
-        "matched_temperatures": dict(finished.temperatures),
+        "matched_temperatures": {name: asdict(match) for name, match in finished.temperatures.items()},
         "environment": _environment(finished),
     }
 

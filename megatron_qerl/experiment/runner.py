@@ -6,7 +6,6 @@ and goes on with one that was interrupted.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from statistics import fmean
 from megatron_qerl.config.loader import RESOLVED_CONFIG_FILENAME, load_resolved_config
 from megatron_qerl.config.schema import RunConfig
 from megatron_qerl.errors import FaultError, UserError
+from megatron_qerl.experiment.entropy import MatchedTemperature, read_match
 from megatron_qerl.experiment.launch import Launch
 from megatron_qerl.experiment.plan import Experiment, RunSpec
 from megatron_qerl.experiment.record import RunRecord, answers, read_run, share_correct
@@ -58,14 +58,14 @@ class Finished:
     """A finished experiment: everything that results are made of.
 
     Attributes:
-        temperatures: arm -> the match file's content, for matched arms.
+        temperatures: arm -> what its probe found, for matched arms.
         tuned: arm -> rate and trials.
         configs: arm -> its config, with the first seed.
         readings: arm -> one reading a seed, in the order of the seeds.
         budget_tokens: completion tokens at which runs are read.
     """
 
-    temperatures: Mapping[str, dict[str, object]]
+    temperatures: Mapping[str, MatchedTemperature]
     tuned: Mapping[str, Tuned]
     configs: Mapping[str, RunConfig]
     readings: Mapping[str, tuple[Reading, ...]]
@@ -107,7 +107,7 @@ class Runner:
         configs = {arm.name: load_resolved_config(by_arm[arm.name][0].record.run_dir) for arm in config.arms}
         return Finished(matches, tuned, configs, by_arm, budget)
 
-    def match(self, arm: str) -> dict[str, object]:
+    def match(self, arm: str) -> MatchedTemperature:
         """The arm's temperature; measured once and then kept."""
         experiment, config = self.experiment, self.experiment.config
         path = experiment.folder / "entropy" / f"{arm}.json"
@@ -118,11 +118,9 @@ class Runner:
             rate, seed = config.tuning.learning_rates[0], config.seeds[0]
             target, own = (experiment.run_config(RunSpec("final", name, rate, seed)) for name in (other, arm))
             self.launch.match_temperature(target, own, config.entropy, path)
-        found: dict[str, object] = json.loads(path.read_text())
-        temperature = found["temperature"]
-        assert isinstance(temperature, float), "the probe writes a number"
-        self.temperatures[arm] = temperature
-        self.say(f"entropy: {arm} samples at temperature {temperature:.4f}")
+        found = read_match(path)
+        self.temperatures[arm] = found.temperature
+        self.say(f"entropy: {arm} samples at temperature {found.temperature:.4f}")
         return found
 
     def train(self, spec: RunSpec) -> RunRecord:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,22 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def steps(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_model_that_is_missing_or_reads_other_prompts_is_refused_before_anything_runs(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = config.parent / "other"
+    shutil.copytree(config.parent / "model", other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["0"], tokenizer["model"]["vocab"]["1"] = 4, 3
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for folder, words in (("nowhere", "nowhere"), ("other", "its tokenizer or chat template is not that of")):
+        path = config.with_name(f"{folder}.yaml")
+        path.write_text(config.read_text().replace("/packed", f"/{folder}").replace("two_arms", folder))
+        assert main(["experiment", str(path)]) == 2
+        assert words in capsys.readouterr().err
+        assert not (config.parent / "experiments" / folder).exists()
 
 
 def test_an_experiment_is_interrupted_resumed_and_refused_when_changed(

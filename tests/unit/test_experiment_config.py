@@ -112,6 +112,7 @@ def test_a_wrong_experiment_is_one_clear_error(path: Path, override: str, words:
     [
         ("{optimizer.weight_decoy: 0.1}", r"arm plain .*optimizer.weight_decoy.*weight_decay"),
         ("{rollout.temperature: hot}", r"arm plain .*rollout.temperature = hot"),
+        ("{rollout.engine: sglang}", r"rollout.engine = sglang"),
         ("{eval.problems: 5}", r"arms.plain.overrides = eval: arms noisy and plain differ"),
         ("{data.system_prompt: Hello}", r"arms.plain.overrides = data"),
         ("{rollout.group_size: 4}", r"arms.plain.overrides = rollout"),
