@@ -23,6 +23,7 @@ COMMANDS = {
     "doctor": ("megatron_qerl.cli.doctor", "say what this machine can run, and what is missing"),
     "quantize": ("megatron_qerl.cli.quantize", "turn a Hugging Face model into an NVFP4 checkpoint, or verify one"),
     "train": ("megatron_qerl.cli.train", "train an adapter with reinforcement learning"),
+    "experiment": ("megatron_qerl.cli.experiment", "compare arms over several seeds at equal generated tokens"),
     "eval": ("megatron_qerl.cli.evaluate", "measure a trained policy on held-out problems"),
     "diagnose": ("megatron_qerl.cli.diagnose", "measure what the noise did to a run's policy"),
     "export": ("megatron_qerl.cli.export", "write a run's adapter in PEFT format"),

@@ -33,9 +33,10 @@ _GSM8K_ANSWER = re.compile(r"####\s*(-?[\d,.]*\d)\s*$")
 def read_problems(path: Path, kind: FileKind) -> tuple[Problem, ...]:
     """All problems of a file, in its order.
 
-    ``source`` is the folder's and the file's name ("gsm8k/train"). Without a ``uid`` field the uid is a hash of the
-    question, so it survives reordering and moving the file; a question that occurs again gets "-2" added. Without a
-    ``cluster`` field the cluster is the question's hash, so that copies of a question are not counted as independent.
+    ``source`` is the row's ``benchmark`` field, or the folder's and the file's name ("gsm8k/train"). Without a ``uid``
+    field the uid is a hash of the question, so it survives reordering and moving the file; a question that occurs again
+    gets "-2" added. Without a ``cluster`` field the cluster is the question's hash, so that copies of a question are
+    not counted as independent.
 
     Raises:
         DataError: the file is missing, empty or not UTF-8; a line is not a JSON object; a problem lacks a question or
@@ -61,7 +62,8 @@ def read_problems(path: Path, kind: FileKind) -> tuple[Problem, ...]:
                 "give each problem its own uid, or remove the field",
             )
         seen[uid] = line
-        problems.append(Problem(uid, question, answer, _text(row, "cluster") or digest, source))
+        cluster, benchmark = _text(row, "cluster") or digest, _text(row, "benchmark") or source
+        problems.append(Problem(uid, question, answer, cluster, benchmark))
     return tuple(problems)
 
 

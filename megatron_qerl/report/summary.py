@@ -147,12 +147,12 @@ class SampleRecord(_Record):
 
 def write_summary(run_dir: Path, summary: Summary) -> Path:
     """Write ``run_dir/summary.json`` atomically and return its path; FaultError if the disk refuses."""
-    return _write_atomically(run_dir / SUMMARY_FILE, summary.model_dump_json(indent=2) + "\n")
+    return write_text(run_dir / SUMMARY_FILE, summary.model_dump_json(indent=2) + "\n")
 
 
 def write_eval(run_dir: Path, record: EvalRecord) -> Path:
     """Write ``run_dir/eval_{label}.json`` atomically and return its path; FaultError if the disk refuses."""
-    return _write_atomically(run_dir / f"eval_{record.label}.json", record.model_dump_json() + "\n")
+    return write_text(run_dir / f"eval_{record.label}.json", record.model_dump_json() + "\n")
 
 
 def append_samples(run_dir: Path, samples: Iterable[SampleRecord]) -> None:
@@ -181,7 +181,7 @@ def discard_samples_after(run_dir: Path, step: int) -> None:
         for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1)
         if line.endswith(b"\n")  # a torn last line belongs to a later step
     )
-    _write_atomically(path, "".join(s.model_dump_json() + "\n" for s in samples if s.step <= step))
+    write_text(path, "".join(s.model_dump_json() + "\n" for s in samples if s.step <= step))
 
 
 def load(run_dir: Path) -> Summary | None:
@@ -210,7 +210,8 @@ def parse_file[ModelT: BaseModel](model: type[ModelT], path: Path, data: bytes, 
         ) from error
 
 
-def _write_atomically(path: Path, text: str) -> Path:
+def write_text(path: Path, text: str) -> Path:
+    """Write ``path`` beside its name and rename it there; FaultError if the disk refuses."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", newline="\n") as file:

@@ -7,11 +7,14 @@ import pytest
 from megatron_qerl.config import strict_yaml
 from megatron_qerl.config.loader import load_config
 from megatron_qerl.config.schema import QuantizeConfig, RunConfig
+from megatron_qerl.experiment.config import ExperimentConfig
+from megatron_qerl.experiment.plan import Experiment, RunSpec
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUANTIZE = sorted(CONFIGS.glob("quantize_*.yaml"))
 RUNS = sorted(set(CONFIGS.glob("*.yaml")) - set(QUANTIZE))
 OVERLAYS = sorted((CONFIGS / "overlays").glob("*.yaml"))
+EXPERIMENTS = sorted((CONFIGS / "experiments").glob("*.yaml"))
 BASES = sorted((CONFIGS / "base").glob("*.yaml"))
 PAPER = [
     CONFIGS / f"qwen2.5-{size}-{data}.yaml" for size in ("3b", "7b", "14b", "32b") for data in ("gsm8k", "bigmath")
@@ -27,7 +30,7 @@ def bases_of(path: Path) -> set[Path]:
 
 
 def test_every_yaml_file_is_of_a_known_kind() -> None:
-    assert set(CONFIGS.rglob("*.y*ml")) == {*QUANTIZE, *RUNS, *OVERLAYS, *BASES}
+    assert set(CONFIGS.rglob("*.y*ml")) == {*QUANTIZE, *RUNS, *OVERLAYS, *EXPERIMENTS, *BASES}
     assert set(PAPER) < set(RUNS)
     assert OVERLAYS
     assert QUANTIZE
@@ -41,6 +44,25 @@ def test_a_run_config_is_valid(path: Path) -> None:
 @pytest.mark.parametrize("path", QUANTIZE, ids=lambda path: path.stem)
 def test_a_quantize_config_is_valid(path: Path) -> None:
     load_config(path, model=QuantizeConfig)
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_an_experiment_is_valid_and_every_arm_fits_its_recipe(path: Path) -> None:
+    config = load_config(path, model=ExperimentConfig)
+    experiment = Experiment.open(config, path)
+    assert config.experiment.name == path.stem
+    arms = {a.name: experiment.run_config(RunSpec("final", a.name, 1e-5, 1), 1.0) for a in config.arms}
+    quantised = experiment.recipe.model.path
+    for name, run in arms.items():
+        assert (run.model.path == quantised) == name.startswith("nvfp4")
+        assert run.noise.enabled == name.endswith("noise")
+    assert set(arms) == {"bf16", "bf16_noise", "nvfp4", "nvfp4_noise", "bf16_entropy"}
+    assert experiment.arm("bf16_entropy").match_entropy_of == "nvfp4_noise"
+
+
+def test_the_demos_experiment_has_problems_to_choose_by_and_to_report() -> None:
+    path = CONFIGS / "experiments/five_arms.yaml"
+    Experiment.open(load_config(path, model=ExperimentConfig), path).check_split()
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)

@@ -34,6 +34,11 @@ def test_plain_rows(write, tmp_path):
     assert second.uid == second.cluster != ""
 
 
+def test_a_file_of_several_benchmarks_names_them(write, tmp_path):
+    path = write({"problem": "P1", "answer": "1", "benchmark": "aime24"}, {"problem": "P2", "answer": "2"})
+    assert [problem.source for problem in read_problems(path, "math")] == ["aime24", f"{tmp_path.name}/train"]
+
+
 def test_gsm8k_rows(write):
     path = write(
         {"question": "How many?", "answer": "16 - 3 = <<16-3=13>>13\n#### 13"},
