@@ -92,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after the program's name; None takes them from the command line.
 
     Returns:
-        0 on success; 2 when the user can mend it; 1 when something failed underneath; 130 when interrupted.
+        0 on success; 2 when the user can mend it; 1 when something failed underneath; 75 when a run stopped on request
+        and can be resumed; 130 when interrupted.
     """
     try:
         code = _run_command(sys.argv[1:] if argv is None else argv)
