@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_qerl.config import strict_yaml
+from megatron_qerl.config.cluster import ClusterConfig
 from megatron_qerl.config.loader import load_config
 from megatron_qerl.config.schema import QuantizeConfig, RunConfig
 
@@ -12,6 +13,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 QUANTIZE = sorted(CONFIGS.glob("quantize_*.yaml"))
 RUNS = sorted(set(CONFIGS.glob("*.yaml")) - set(QUANTIZE))
 OVERLAYS = sorted((CONFIGS / "overlays").glob("*.yaml"))
+CLUSTERS = sorted((CONFIGS / "cluster").glob("*.yaml"))
 BASES = sorted((CONFIGS / "base").glob("*.yaml"))
 PAPER = [
     CONFIGS / f"qwen2.5-{size}-{data}.yaml" for size in ("3b", "7b", "14b", "32b") for data in ("gsm8k", "bigmath")
@@ -27,7 +29,7 @@ def bases_of(path: Path) -> set[Path]:
 
 
 def test_every_yaml_file_is_of_a_known_kind() -> None:
-    assert set(CONFIGS.rglob("*.y*ml")) == {*QUANTIZE, *RUNS, *OVERLAYS, *BASES}
+    assert set(CONFIGS.rglob("*.y*ml")) == {*QUANTIZE, *RUNS, *OVERLAYS, *BASES, *CLUSTERS}
     assert set(PAPER) < set(RUNS)
     assert OVERLAYS
     assert QUANTIZE
@@ -41,6 +43,11 @@ def test_a_run_config_is_valid(path: Path) -> None:
 @pytest.mark.parametrize("path", QUANTIZE, ids=lambda path: path.stem)
 def test_a_quantize_config_is_valid(path: Path) -> None:
     load_config(path, model=QuantizeConfig)
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_a_cluster_config_is_valid(path: Path) -> None:
+    load_config(path, model=ClusterConfig)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
