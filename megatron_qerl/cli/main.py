@@ -26,6 +26,7 @@ COMMANDS = {
     "eval": ("megatron_qerl.cli.evaluate", "measure a trained policy on held-out problems"),
     "export": ("megatron_qerl.cli.export", "write a run's adapter in PEFT format"),
     "plan": ("megatron_qerl.cli.plan", "count the memory of a run on each GPU, before it is started"),
+    "launch": ("megatron_qerl.cli.launch", "start a run on a Slurm cluster or on plain hosts"),
     "report": ("megatron_qerl.cli.report", "write a run's report as one HTML file"),
 }
 
