@@ -99,11 +99,19 @@ check_nodes() {
     exit 1
 }
 
-# Say which rank failed first and where it says why.
+# What each torchrun saw fail first, one line a node: 0 if a signal ended it, else 1; when; which rank.
+root_causes() {
+    awk '/Root Cause/ { on = 1 } on && / time *:/ { at = $3 } on && / rank *:/ { rank = $3 }
+        on && / exitcode *:/ { print ($3 < 0 ? 0 : 1), at, rank; on = 0 }' "$logs"/node_*.log 2>/dev/null | sort
+}
+
+# Say which rank failed first and where it says why. A rank that was killed cannot tell the others, which then blame
+# whoever missed it first; so torchrun's word for it comes before theirs.
 blame() {
     local rank
-    rank=$(grep -hos 'because rank [0-9]*' "$logs"/rank_*.log | grep -o '[0-9]*$' | head -n 1)
-    [ -n "$rank" ] || rank=$(grep -hA 9 'Root Cause' "$logs"/node_*.log 2>/dev/null | sed -n 's/^ *rank *: *\([0-9]*\).*/\1/p' | head -n 1)
+    rank=$(root_causes | awk '$1 == 0 { print $3; exit }')
+    [ -n "$rank" ] || rank=$(grep -hos 'because rank [0-9]*' "$logs"/rank_*.log | grep -o '[0-9]*$' | head -n 1)
+    [ -n "$rank" ] || rank=$(root_causes | awk '{ print $3; exit }')
     if [ -z "$rank" ]; then
         say "no rank says why; see $logs"
         return

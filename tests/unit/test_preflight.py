@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -13,9 +15,10 @@ import pytest
 from megatron_qerl.config.cluster import ClusterConfig
 from megatron_qerl.config.loader import config_from_mapping
 from megatron_qerl.launching.preflight.facts import Facts, gather_facts, source_hash, versions
+from megatron_qerl.launching.preflight.findings import RankFindings
 from megatron_qerl.launching.preflight.judge import judge_facts, judge_ranks, missing_nodes
 from megatron_qerl.launching.preflight.meeting import Meeting, Visitor
-from megatron_qerl.launching.preflight.ranks import RankFindings, pattern
+from megatron_qerl.launching.preflight.ranks import pattern
 
 GIB = 2**30
 
@@ -149,6 +152,13 @@ def test_facts_of_this_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert facts.versions["source"] == source_hash() == versions()["source"]
     assert not list(tmp_path.glob(".preflight-*"))
     json.dumps(facts.versions)
+
+
+def test_a_node_says_its_facts_without_torch() -> None:
+    code = (
+        "import sys, megatron_qerl.launching.preflight.run, megatron_qerl.cli.doctor; sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_port_in_use_is_said(tmp_path: Path) -> None:

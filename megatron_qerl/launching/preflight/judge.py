@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_qerl.config.cluster import ClusterConfig
 from megatron_qerl.launching.preflight.facts import Facts
-from megatron_qerl.launching.preflight.ranks import RankFindings
+from megatron_qerl.launching.preflight.findings import RankFindings
 
 
 @dataclass(frozen=True)

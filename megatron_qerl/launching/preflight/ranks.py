@@ -10,9 +10,8 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,44 +21,15 @@ from megatron_qerl.config.cluster import ClusterConfig
 from megatron_qerl.config.loader import load_config
 from megatron_qerl.config.schema import RunConfig
 from megatron_qerl.errors import QerlError
+from megatron_qerl.launching.preflight.findings import MARKER, RankFindings
 from megatron_qerl.models.shape import read_shape
 from megatron_qerl.nvfp4.checkpoint import ModelFolder
 from megatron_qerl.parallel.setup import resolve_device
 from megatron_qerl.planning.ledger import peak_bytes
 
-MARKER = "preflight-rank:"
 _PATTERN = 251  # a prime, so that shifted or swapped blocks do not look alike
 _REPEATS = 3
 _SECOND_LOOKS = 4
-
-
-@dataclass
-class RankFindings:
-    """One rank.
-
-    Attributes:
-        rank: its number.
-        error: why it could not do its part; empty if it could.
-        wrong_from: ranks whose numbers arrived wrong here.
-        wrong_sums: whether an all-reduce of all ranks was wrong.
-        bandwidth_gb_per_s: bus bandwidth of an all-reduce of all ranks; 0 for one rank.
-        node_bandwidth_gb_per_s: the same among this node's ranks.
-        wrong_tensors: tensors of the base that do not have the manifest's hash here.
-        bytes_hashed: of the base, on this rank.
-        peak_bytes: planned memory of the worst rank; from rank 0.
-        plan_error: why nothing could be planned; from rank 0.
-    """
-
-    rank: int
-    error: str = ""
-    wrong_from: list[int] = field(default_factory=list)
-    wrong_sums: bool = False
-    bandwidth_gb_per_s: float = 0.0
-    node_bandwidth_gb_per_s: float = 0.0
-    wrong_tensors: list[str] = field(default_factory=list)
-    bytes_hashed: int = 0
-    peak_bytes: int = 0
-    plan_error: str = ""
 
 
 def pattern(rank: int, count: int, device: torch.device) -> torch.Tensor:
@@ -165,11 +135,6 @@ def main() -> int:
         found.error = f"{type(error).__name__}: {error}"
     print(f"\n{MARKER}{json.dumps(asdict(found))}", flush=True)
     return 0
-
-
-def start_command(config: Path, cluster: Path) -> list[str]:
-    """The command of one rank, with this interpreter."""
-    return [sys.executable, "-m", "megatron_qerl.launching.preflight.ranks", str(config), str(cluster)]
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ from megatron_qerl.config.cluster import ClusterConfig
 from megatron_qerl.config.schema import RunConfig
 from megatron_qerl.errors import FaultError
 from megatron_qerl.launching.preflight.facts import Facts, gather_facts
+from megatron_qerl.launching.preflight.findings import MARKER, RankFindings, start_command
 from megatron_qerl.launching.preflight.judge import Problem, judge_facts, judge_ranks, missing_nodes
 from megatron_qerl.launching.preflight.meeting import Meeting, Visitor
-from megatron_qerl.launching.preflight.ranks import MARKER, RankFindings, start_command
 
 #: Ports of a job beside the ranks' own.
 MEETING_PORT, RANKS_PORT = 4, 5
