@@ -41,9 +41,8 @@ hosts() { scontrol show hostnames "$SLURM_JOB_NODELIST"; }
 
 # again REASON [NODE...]: start this job once more, without the nodes named now or before.
 again() {
-    local reason=$1 bad=$log_root/$job/bad_nodes avoid try
+    local reason=$1 bad=$log_root/$job/bad_nodes avoid left
     shift
-    [ $# = 0 ] || printf '%s\n' "$@" >>"$bad"
     if [ "$requeue" = 0 ]; then
         say "$reason; the next job of the chain goes on"
         exit 75
@@ -52,19 +51,30 @@ again() {
         say "$reason; not requeued: this was attempt $((attempt + 1)) of slurm.max_attempts = $max_attempts"
         exit 1
     fi
+    if [ $# != 0 ]; then
+        printf '%s\n' "$@" >>"$bad"
+        avoid=$({ [ -z "$exclude" ] || scontrol show hostnames "$exclude"; cat "$bad"; } | sort -u)
+        # Slurm would let the job wait for ever.
+        left=$(sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" --format=%N | sort -u | grep -vcxF "$avoid")
+        if [ "$left" -lt "$nodes" ]; then
+            say "$reason; not requeued: $left other nodes are in $SLURM_JOB_PARTITION, and nodes = $nodes"
+            exit 1
+        fi
+    fi
     say "$reason; requeued"
     trap '' TERM
     scontrol requeue "$SLURM_JOB_ID" || exit 1
     [ $# != 0 ] || exit 0
-    avoid=$({ tr , '\n' <<<"$exclude"; cat "$bad"; } | sed '/^$/d' | sort -u | paste -sd,)
-    for try in $(seq 50); do
+    avoid=$(paste -sd, <<<"$avoid")
+    # Only a job that waits can be told which nodes to avoid, and this one ends at any moment.
+    for _ in $(seq 50); do
         if scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$avoid" 2>"$logs/exclude.log"; then
             say "excluded: $avoid"
             exit 0
         fi
         sleep 0.2
     done
-    say "could not exclude $avoid ($try tries, $logs/exclude.log): too few nodes are left; cancelled"
+    say "could not exclude $avoid, see $logs/exclude.log; cancelled"
     scancel "$SLURM_JOB_ID"
     exit 1
 }
