@@ -99,10 +99,8 @@ check_nodes() {
         --nodes "$(hosts | paste -sd,)" --port "$port"
     code=$?
     [ -z "$asked" ] || again "asked to stop during preflight"
-    if [ "$code" = 0 ]; then
-        return
-    fi
     cat "$logs/preflight/verdict.txt" 2>/dev/null
+    [ "$code" != 0 ] || return
     mapfile -t bad < <(cat "$logs/preflight/bad_nodes" 2>/dev/null || dead_nodes)
     [ ${#bad[@]} = 0 ] || again "preflight refused ${bad[*]}" "${bad[@]}"
     say "preflight failed (exit code $code) and no node is to blame; see $logs/preflight"
