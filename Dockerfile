@@ -43,11 +43,25 @@ COPY megatron_qerl megatron_qerl
 COPY te_extensions te_extensions
 RUN /opt/uv/bin/uv pip install --no-cache --no-deps --build-constraints constraints.txt .
 
-# 5. A user that owns nothing but its home and the working folder. 10001 is free in Debian and Ubuntu bases.
+# 5. An environment for SGLang, apart because it pins another torch. megatron-qerl doctor --engine-python
+#    /opt/sglang/bin/python looks into it. Empty: none, as long as rollout.engine is embedded nobody needs it.
+ARG SGLANG_VERSION=
+RUN if [ -n "${SGLANG_VERSION}" ]; then \
+        /opt/uv/bin/uv venv --python 3.12 --no-python-downloads /opt/sglang \
+        && VIRTUAL_ENV=/opt/sglang /opt/uv/bin/uv pip install --no-cache "sglang==${SGLANG_VERSION}"; \
+    fi
+
+# 6. A user that owns nothing but its home and the working folder. 10001 is free in Debian and Ubuntu bases.
 RUN groupadd --gid 10001 qerl \
     && useradd --uid 10001 --gid qerl --create-home --shell /bin/bash qerl \
     && install --directory --owner qerl --group qerl /workspace
 COPY --chown=qerl:qerl configs /workspace/configs
+COPY --chown=qerl:qerl launch/local.sh /workspace/launch/local.sh
+# Nothing is fetched at run time: models and data are mounted. Kernels are compiled at first use by the NVRTC that torch
+# brings, for the GPU that is there.
+ENV HF_HUB_OFFLINE=1 \
+    TRANSFORMERS_OFFLINE=1 \
+    PYTHON=/opt/megatron-qerl/bin/python
 # By number, so that a cluster that refuses root can see that this is another user.
 USER 10001:10001
 WORKDIR /workspace
@@ -63,7 +77,7 @@ LABEL org.opencontainers.image.title="megatron-qerl" \
 HEALTHCHECK --interval=5m --timeout=2m --start-period=1m --retries=1 CMD ["megatron-qerl", "doctor"]
 CMD ["megatron-qerl", "--help"]
 
-# 6. An image in which an import fails must not exist.
+# 7. An image in which an import fails must not exist.
 RUN megatron-qerl --version \
     && python -c "import megatron.core, modelopt, peft, torch, transformers; import te_extensions, megatron_qerl.controller" \
     && if [ "${TRANSFORMER_ENGINE}" = 1 ]; then python -c "import transformer_engine_torch"; fi

@@ -30,6 +30,7 @@ from megatron_qerl.metrics.sinks import SinkGroup, build_sinks
 from megatron_qerl.noise.controller import Decision, FeedbackState, decide, start
 from megatron_qerl.noise.proof import check_counts, check_engine, logprob_change, over_stages, read_back
 from megatron_qerl.parallel import setup
+from megatron_qerl.parallel.stop import StopRequest
 from megatron_qerl.report.html import write_report
 from megatron_qerl.report.summary import (
     Accuracy,
@@ -58,19 +59,22 @@ PARITY_MEAN_SHARE = 0.05
 ROUNDING = {"float32": 3e-6, "bfloat16": 0.025}
 
 
-def train(config: RunConfig, *, resume: bool) -> Path:
+def train(config: RunConfig, *, resume: bool, stop_file: Path | None = None) -> Path:
     """Run a config to its end and return the run folder.
 
     Args:
         config: validated.
         resume: continue from the newest checkpoint of this run folder, if there is one.
+        stop_file: asks the run to stop once it exists, as SIGUSR1 does.
 
     Raises:
         UserError: the config, the model or the data cannot be used.
         FaultError: something failed on the way; the newest checkpoint stays usable.
+        StoppedError: the run was asked to stop and has saved its last finished step.
     """
+    stop = StopRequest(stop_file)
     try:
-        with setup.reported():
+        with stop.listening(), setup.reported():
             session = open_session(config)
             with open_verifier(config.reward, session.ranks) as verifier:
                 run = TrainingRun(session, verifier, resume=resume)
@@ -81,9 +85,11 @@ def train(config: RunConfig, *, resume: bool) -> Path:
                         noise = run.noise_state()
                         run.clock.start_step()
                         run.save_when_due()
+                        run.leave_when_asked(stop)
                         run.publish(noise)
                         proof = run.prove_noise(noise)
                         collected = run.collect()
+                        run.leave_when_asked(stop)
                         proof |= run.prove_engine(collected, noise)
                         stats = run.update(collected, noise)
                         run.finish_step(collected, stats, noise, proof)
@@ -370,6 +376,16 @@ class TrainingRun:
                 self.config.checkpoint.keep,
             )
         self.saved_step = self.position.step
+
+    def leave_when_asked(self, stop: StopRequest) -> None:
+        """Save and end, if the run was asked to. A step that was not trained on yet is dropped, and drawn again later.
+
+        Raises:
+            StoppedError: on every rank, once the checkpoint is written.
+        """
+        if stop.asked(self.ranks):
+            self.save()
+            raise stop.stop(self.ranks, self.position.step, self.run_dir)
 
     # -- evaluation and results -------------------------------------------------------------------------------------
 

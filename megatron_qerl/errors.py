@@ -1,7 +1,8 @@
 """Errors that a user can act on.
 
 Every message names the key, the value, the rule that the value breaks and the remedy. The command line prints it on
-one line and exits with the class's ``exit_code``: 2 when the user can mend it, 1 when something failed underneath.
+one line and exits with the class's ``exit_code``: 2 when the user can mend it, 1 when something failed underneath, 75
+when the run was asked to stop and can go on.
 """
 
 from __future__ import annotations
@@ -70,3 +71,9 @@ class NonFiniteError(FaultError):
 
 class ParityError(FaultError):
     """The engine's log-probabilities and the trainer's differ by more than the stated bound."""
+
+
+class StoppedError(FaultError):
+    """The run was asked to stop, has saved its last finished step, and can be resumed (75: try again later)."""
+
+    exit_code = 75

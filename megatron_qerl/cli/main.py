@@ -28,6 +28,7 @@ COMMANDS = {
     "diagnose": ("megatron_qerl.cli.diagnose", "measure what the noise did to a run's policy"),
     "export": ("megatron_qerl.cli.export", "write a run's adapter in PEFT format"),
     "plan": ("megatron_qerl.cli.plan", "count the memory of a run on each GPU, before it is started"),
+    "launch": ("megatron_qerl.cli.launch", "start a run on a Slurm cluster or on plain hosts"),
     "report": ("megatron_qerl.cli.report", "write a run's report as one HTML file"),
 }
 
@@ -94,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after the program's name; None takes them from the command line.
 
     Returns:
-        0 on success; 2 when the user can mend it; 1 when something failed underneath; 130 when interrupted.
+        0 on success; 2 when the user can mend it; 1 when something failed underneath; 75 when a run stopped on request
+        and can be resumed; 130 when interrupted.
     """
     try:
         code = _run_command(sys.argv[1:] if argv is None else argv)

@@ -19,6 +19,9 @@ Train a LoRA adapter with reinforcement learning on a frozen NVFP4 base.
 
 The run writes everything into output_dir/name: config.yaml (every key with the value used), metrics.jsonl,
 checkpoints and the report. A folder that holds an earlier run is refused unless you say what to do with it.
+
+SIGUSR1 to a rank, or the appearance of --stop-file, asks the run to stop: it finishes or drops the step it is in,
+saves, and exits with 75. With --resume it goes on as if nothing had happened.
 """
 
 _EPILOG = """\
@@ -37,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``train``."""
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
     add_config_arguments(parser)
+    parser.add_argument(
+        "--stop-file", type=Path, default=None, metavar="FILE", help="stop, save and exit with 75 once FILE exists"
+    )
     folder = parser.add_mutually_exclusive_group()
     folder.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of this run, if any")
     folder.add_argument("--overwrite", action="store_true", help="delete this run's folder and start anew")
@@ -61,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
     from megatron_qerl.controller import train
 
-    written = train(config, resume=args.resume)
+    written = train(config, resume=args.resume, stop_file=args.stop_file)
     if is_first_process():
         print(f"run folder: {written}")
         print(f"report: {written / 'report.html'}")

@@ -94,6 +94,29 @@ def test_a_killed_run_resumes_bit_equal(whole_and_killed: tuple[Path, Path]) -> 
     assert summary["tokens"] == json.loads((whole / "summary.json").read_text())["tokens"]
 
 
+def test_a_run_asked_to_stop_saves_says_so_and_resumes_bit_equal(whole_and_killed: tuple[Path, Path]) -> None:
+    whole, _ = whole_and_killed
+    config, stopped = whole.parents[1] / "tiny.yaml", whole.parent / "stopped"
+    words = ("run.name=stopped", "checkpoint.interval_steps=100")
+    process = start(config, *words)
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        record = stopped / "metrics.jsonl"
+        if record.is_file() and record.read_bytes().count(b"\n") >= 1:
+            process.send_signal(signal.SIGUSR1)
+            break
+        time.sleep(0.002)
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 75, errors[-3000:]
+    done = len(steps(stopped))
+    assert 1 <= done < 6
+    assert f"stopped on request after step {done}" in errors
+    assert [p.name for p in (stopped / "checkpoints").iterdir()] == [f"step_{done:06d}"]
+    finish(start(config, *words, "--resume"))
+    assert steps(stopped) == steps(whole)
+    assert tensors(stopped) == tensors(whole)
+
+
 def test_resume_under_another_config_is_refused(whole_and_killed: tuple[Path, Path]) -> None:
     whole, _ = whole_and_killed
     process = start(whole.parents[1] / "tiny.yaml", "run.name=whole", "--resume", "optimizer.learning_rate=0.5")

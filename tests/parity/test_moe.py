@@ -25,7 +25,7 @@ from megatron_qerl.models.to_hf import base_tensors
 from megatron_qerl.nvfp4.checkpoint import ModelFolder, read_json
 from megatron_qerl.nvfp4.quantize import quantize
 from megatron_qerl.nvfp4.verify import verify
-from megatron_qerl.parallel.setup import _check_world
+from megatron_qerl.parallel.layout import check_world
 from tests.parity.test_models import hf_logits, last_logits, random_ids
 from tests.support.loaded import Loaded, load, randomize_adapters
 from tests.support.tiny_model import write_model
@@ -378,7 +378,7 @@ def test_layouts_that_cannot_be_are_refused(layout: dict[str, Any], message: str
 )
 def test_experts_must_fit_the_processes(world: int, layout: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        _check_world(ParallelSection(**layout), world)
+        check_world(ParallelSection(**layout), world)
 
 
 def test_a_dense_model_has_no_experts_to_spread(tmp_path: Path) -> None:

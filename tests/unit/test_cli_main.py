@@ -198,10 +198,10 @@ def test_a_dry_run_of_a_wrong_config_fails(config_file: Path) -> None:
 def test_train_hands_on_config_and_resume(
     config_file: Path, calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", str(config_file), "--resume"]) == 0
-    assert calls["train"] == ((load_config(config_file),), {"resume": True})
+    assert main(["train", str(config_file), "--resume", "--stop-file", "stop"]) == 0
+    assert calls["train"] == ((load_config(config_file),), {"resume": True, "stop_file": Path("stop")})
     assert main(["train", str(config_file)]) == 0
-    assert calls["train"][1] == {"resume": False}
+    assert calls["train"][1] == {"resume": False, "stop_file": None}
     assert "run folder: runs/written" in capsys.readouterr().out
 
 

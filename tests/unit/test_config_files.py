@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_qerl.config import strict_yaml
+from megatron_qerl.config.cluster import ClusterConfig
 from megatron_qerl.config.loader import load_config
 from megatron_qerl.config.schema import QuantizeConfig, RunConfig
 from megatron_qerl.experiment.config import ExperimentConfig
@@ -15,6 +16,7 @@ QUANTIZE = sorted(CONFIGS.glob("quantize_*.yaml"))
 RUNS = sorted(set(CONFIGS.glob("*.yaml")) - set(QUANTIZE))
 OVERLAYS = sorted((CONFIGS / "overlays").glob("*.yaml"))
 EXPERIMENTS = sorted((CONFIGS / "experiments").glob("*.yaml"))
+CLUSTERS = sorted((CONFIGS / "cluster").glob("*.yaml"))
 BASES = sorted((CONFIGS / "base").glob("*.yaml"))
 PAPER = [
     CONFIGS / f"qwen2.5-{size}-{data}.yaml" for size in ("3b", "7b", "14b", "32b") for data in ("gsm8k", "bigmath")
@@ -30,7 +32,7 @@ def bases_of(path: Path) -> set[Path]:
 
 
 def test_every_yaml_file_is_of_a_known_kind() -> None:
-    assert set(CONFIGS.rglob("*.y*ml")) == {*QUANTIZE, *RUNS, *OVERLAYS, *EXPERIMENTS, *BASES}
+    assert set(CONFIGS.rglob("*.y*ml")) == {*QUANTIZE, *RUNS, *OVERLAYS, *EXPERIMENTS, *BASES, *CLUSTERS}
     assert set(PAPER) < set(RUNS)
     assert OVERLAYS
     assert QUANTIZE
@@ -63,6 +65,11 @@ def test_an_experiment_is_valid_and_every_arm_fits_its_recipe(path: Path) -> Non
 def test_the_demos_experiment_has_problems_to_choose_by_and_to_report() -> None:
     path = CONFIGS / "experiments/five_arms.yaml"
     Experiment.open(load_config(path, model=ExperimentConfig), path).check_split()
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_a_cluster_config_is_valid(path: Path) -> None:
+    load_config(path, model=ClusterConfig)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)

@@ -1,0 +1,1 @@
+"""Checks of every node before a run starts on it: a bad one is named while it is cheap."""
