@@ -437,7 +437,7 @@ class TrainingRun:
             base_hash=self.session.base_hash,
             likelihood=self.config.algorithm.likelihood,
             noise=self.config.noise.model_dump(mode="json"),
-            feedback=extra.get("decisions") or None,
+            feedback=extra.get("decisions", {}),
             tokens=self.position.tokens,
             hardware=book.hardware(),
             config_path=str(self.run_dir / RESOLVED_CONFIG_FILENAME),

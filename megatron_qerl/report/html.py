@@ -122,6 +122,7 @@ def render(run: RunData) -> str:
         "outcomes": [outcome.value for outcome in Outcome],
         "evals": list(_outcome_counts(run.evals)),
         "changes": list(_changes(run.evals)),
+        "diagnoses": [_diagnosis(found) for found in run.diagnoses],
         "plots": list(_plots(run)),
         "samples": _pick_samples(run.samples),
         "samples_note": f"{min(len(run.samples), MAX_SAMPLES)} of {_count(len(run.samples), 'recorded completion')}, "
@@ -166,7 +167,7 @@ def _summary_rows(summary: Summary) -> list[tuple[str, str | None]]:
         ("Optimizer updates", _integer(summary.updates)),
         ("Norms that the noise changed", modules),
         ("Noise", None if summary.noise is None else _pairs(summary.noise)),
-        ("Feedback's decisions on sigma", _pairs(summary.feedback) if summary.feedback else None),
+        ("Feedback's decisions on sigma", None if summary.feedback is None else _pairs(summary.feedback) or "none"),
         ("Largest engine-trainer difference of a log-probability", None if parity is None else f"{parity:.3g} nats"),
         ("Tokens", None if summary.tokens is None else ", ".join(f"{k} {v:,}" for k, v in summary.tokens.items())),
         ("Wall time", None if times is None else ", ".join(f"{k} {_number(v)} s" for k, v in times.items())),
@@ -240,6 +241,38 @@ def _share_by_problem(record: EvalRecord) -> dict[str, float]:
     for problem in record.problems:
         answers[problem.uid].append(problem.outcome is Outcome.CORRECT)
     return {uid: fmean(correct) for uid, correct in answers.items()}
+
+
+_OVER_PROBLEMS = ("total", "conditional", "information", "information_upper")
+_BY_MODE = (
+    "gradient_norms",
+    "gradient_cosines",
+    "coefficient_norms",
+    "coefficient_cosines",
+    "effective_token_fraction",
+)
+
+
+def _diagnosis(found: dict[str, Any]) -> dict[str, Any]:
+    """Table of one ``megatron-qerl diagnose``: name, value, definition."""
+    modes, problems, mean = found["modes"], found["entropy"]["problems"], found["entropy"]["mean"]
+    rows = []
+    for name in _OVER_PROBLEMS if mean is not None else ():
+        low, high = _number(mean[name]["low"]), _number(mean[name]["high"])
+        rows.append((name, f"{_number(mean[name]['value'])} ({low} to {high})", found["definitions"][name]))
+    states = _count(len(found["states"]), "noise state")
+    saturated = sum(problem["saturated"] for problem in problems)
+    rows.append(("saturated", f"{saturated} of {_count(len(problems), 'problem')}", found["definitions"]["saturated"]))
+    for name in _BY_MODE:
+        values = {mode: "not defined" if v is None else _number(v) for mode, v in modes[name].items()}
+        rows.append((name, _pairs(values), found["definitions"][name]))
+    return {
+        "title": f"{found['checkpoint']}, sigma {_number(found['sigma'])}, {states}",
+        "lead": f"{found['definitions']['modes']} {_count(modes['tokens'], 'token')} of "
+        f"{_count(modes['groups'], 'group')}, {modes['mixed_groups']} of them with a signal. "
+        f"Intervals: {found['definitions']['mean']}",
+        "rows": rows,
+    }
 
 
 def _plots(run: RunData) -> Iterator[_PlotSection]:

@@ -20,6 +20,7 @@ from megatron_qerl.errors import UserError
 from megatron_qerl.metrics.names import METRICS
 from megatron_qerl.metrics.sinks.jsonl import FILE_NAME as METRICS_FILE
 from megatron_qerl.report.summary import (
+    DIAGNOSIS_PATTERN,
     EVAL_PATTERN,
     SAMPLES_FILE,
     SUMMARY_FILE,
@@ -52,6 +53,7 @@ class RunData:
         config: the resolved config, empty when missing; ``config_text`` is the file as it stands.
         evals: evaluations by step, mode and noise.
         samples: recorded completions in the order of the file.
+        diagnoses: what ``megatron-qerl diagnose`` measured, by checkpoint.
         notes: what was missing or ignored, one sentence each.
     """
 
@@ -64,6 +66,7 @@ class RunData:
     config_text: str
     evals: tuple[EvalRecord, ...]
     samples: tuple[SampleRecord, ...]
+    diagnoses: tuple[dict[str, Any], ...]
     notes: tuple[str, ...]
 
     def setting(self, dotted: str) -> Any:
@@ -101,6 +104,7 @@ def load_run(run_dir: Path) -> RunData:
         config_text=config_text,
         evals=_read_evals(run_dir, notes),
         samples=_read_samples(run_dir / SAMPLES_FILE, notes),
+        diagnoses=_read_diagnoses(run_dir),
         notes=tuple(notes),
     )
 
@@ -184,6 +188,24 @@ def _read_evals(run_dir: Path, notes: list[str]) -> tuple[EvalRecord, ...]:
     if not evals:
         notes.append("There is no eval_*.json, so the outcome of single evaluation problems is unknown.")
     return tuple(sorted(evals, key=lambda record: (record.step, record.mode, record.noisy, record.label)))
+
+
+_DIAGNOSIS_KEYS = ("checkpoint", "sigma", "states", "modes", "entropy", "definitions")
+
+
+def _read_diagnoses(run_dir: Path) -> tuple[dict[str, Any], ...]:
+    """What ``megatron-qerl diagnose`` wrote, by checkpoint."""
+    found = []
+    for path in sorted(run_dir.glob(DIAGNOSIS_PATTERN)):
+        try:
+            document = json.loads(path.read_bytes())
+            missing = [key for key in _DIAGNOSIS_KEYS if key not in document]
+        except (ValueError, TypeError) as error:
+            raise UserError(str(path), "damaged", str(error), "Remove it, or diagnose that checkpoint again") from error
+        if missing:
+            raise UserError(str(path), f"no {missing[0]}", "it is incomplete", "Diagnose that checkpoint again")
+        found.append(document)
+    return tuple(found)
 
 
 def _read_samples(path: Path, notes: list[str]) -> tuple[SampleRecord, ...]:

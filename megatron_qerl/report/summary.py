@@ -20,6 +20,7 @@ from megatron_qerl.types import LikelihoodMode, Outcome
 SUMMARY_FILE = "summary.json"
 SAMPLES_FILE = "samples.jsonl"
 EVAL_PATTERN = "eval_*.json"
+DIAGNOSIS_PATTERN = "diagnosis_*.json"
 
 Count = Annotated[int, Field(ge=0)]
 

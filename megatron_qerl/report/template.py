@@ -128,6 +128,16 @@ move with other problems of the same kind; it does not cover other training seed
 <p>{{ line }}</p>
 {%- endfor %}
 </section>
+{%- for diagnosis in page.diagnoses %}
+<section id="diagnosis{{ loop.index }}"><h2>What the noise did: {{ diagnosis.title }}</h2>
+<p class="lead">{{ diagnosis.lead }}</p>
+<table>
+{%- for name, value, definition in diagnosis.rows %}
+<tr><td class="name"><code>{{ name }}</code></td><td>{{ value }}</td><td>{{ definition }}</td></tr>
+{%- endfor %}
+</table>
+</section>
+{%- endfor %}
 {%- for plot in page.plots %}
 <section id="{{ plot.key }}"><h2>{{ plot.title }}</h2>
 <figure>{{ plot.svg }}</figure>

@@ -12,6 +12,7 @@ import pytest
 from megatron_qerl.cli.main import main
 from megatron_qerl.config.schema import AlgorithmSection
 from megatron_qerl.diagnosis import algorithm_of_mode
+from megatron_qerl.report.html import _number
 from tests.support.tiny_run import write_run
 
 PLAN = ["--problems", "8", "--states", "3", "--responses", "16"]
@@ -32,7 +33,7 @@ def diagnose(run: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_the_terms_add_up_and_the_runs_records_stay(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and not p.name.startswith("diagnosis")}
     found = diagnose(run)
     assert all(path.read_bytes() == content for path, content in before.items())
     printed = json.loads(capsys.readouterr().out)
@@ -46,6 +47,11 @@ def test_the_terms_add_up_and_the_runs_records_stay(run: Path, capsys: pytest.Ca
         assert total == pytest.approx(conditional + information, abs=1e-9)
         assert information <= math.log(3) + 1e-9
         assert (terms["states"], terms["responses"]) == (3, 48)
+    assert main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "What the noise did: step_000003, sigma 0.01, 3 noise states" in page
+    assert found["definitions"]["information_upper"] in page
+    assert f"{_number(found['entropy']['mean']['information']['value'])} (" in page
     used = {name for part in (found["modes"], found["entropy"]["problems"][0]) for name in part}
     assert set(found["definitions"]) <= used | {"modes", "mean", "interval"}
 

@@ -247,6 +247,8 @@ def test_other_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
         ("samples.jsonl", "{}\n"),
         ("config.yaml", "a: [1"),
         ("config.yaml", "- 1\n"),
+        ("diagnosis_x.json", "{"),
+        ("diagnosis_x.json", "{}"),
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(UserError, match=re.escape(name)):
