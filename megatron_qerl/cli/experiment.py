@@ -37,7 +37,9 @@ def run(args: argparse.Namespace) -> int:
 
     config = config_from_args(args, ExperimentConfig)
     experiment = Experiment.open(config, Path(args.config))
-    experiment.check_split()
+    data = experiment.recipe.data.eval.path
+    if not args.dry_run or data is None or data.is_file():
+        experiment.check_split()
     if args.dry_run:
         print(resolved_yaml(config), end="")
         print("\n".join(f"# {line}" for line in ["plan", *describe(experiment)]))

@@ -279,6 +279,9 @@ def describe(experiment: Experiment) -> Iterator[str]:
         here = "found" if (run.model.path / "config.json").is_file() else "NOT FOUND here"
         noise = "noise on" if run.noise.enabled else "noise off"
         yield f"arm {arm.name} ({arm.title}): {run.model.path} ({here}), {noise}{matched}"
+    data = experiment.recipe.data.eval.path
+    if data is not None and not data.is_file():
+        yield f"evaluation problems: {data} (NOT FOUND here)"
     if experiment.searches:
         rates, factors = _list(tuning.learning_rates), _list(tuning.refine_factors)
         trials = (len(tuning.learning_rates) + len(tuning.refine_factors)) * len(tuning.seeds)

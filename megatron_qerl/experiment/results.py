@@ -43,7 +43,7 @@ DEFINITIONS = {
     "time_to_quality": "until the first evaluation on the way whose accuracy is at least the quality; the truth lies "
     "between the evaluation before and this one. A run that is read before it gets there is censored",
     "restricted_mean": "mean of min(time, horizon): area under Kaplan and Meier's curve up to the longest time at "
-    "which all arms are still observed",
+    "which all arms' curves are known",
 }
 
 

@@ -75,12 +75,21 @@ def kaplan_meier(observations: Sequence[Observation]) -> tuple[CurvePoint, ...]:
 
 
 def common_horizon(arms: Sequence[Sequence[Observation]]) -> float:
-    """The longest time up to which every arm's curve is known: the smallest of their longest observations."""
-    return min(max(o.time for o in arm) for arm in arms)
+    """The longest time up to which every arm's curve is known.
+
+    A curve ends with its arm's longest observation if that one is censored. If it is a success, no run is left and the
+    curve is zero from there on. If that is so in all arms, the last success of all.
+    """
+    ends = []
+    for arm in arms:
+        longest = max(o.time for o in arm)
+        if any(o.time == longest and not o.reached for o in arm):
+            ends.append(longest)
+    return min(ends) if ends else max(o.time for arm in arms for o in arm)
 
 
 def restricted_mean(observations: Sequence[Observation], horizon: float) -> RestrictedMean:
-    """Area under the curve up to ``horizon``, which no longer observation limits (see ``common_horizon``).
+    """Area under the curve up to ``horizon``, where the curve must still be known (see ``common_horizon``).
 
     The variance is sum over successes of area(t, horizon)^2 d / (n (n - d)), d of the n at risk.
     """

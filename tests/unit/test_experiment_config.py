@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_qerl.cli.main import main
 from megatron_qerl.config import strict_yaml
 from megatron_qerl.config.loader import load_config
 from megatron_qerl.errors import ConfigError, UserError
@@ -188,3 +189,13 @@ def test_the_order_of_arms_is_no_difference(path: Path) -> None:
     turned = config.model_copy(update={"arms": config.arms[::-1]})
     assert differences(config, turned) == []
     assert strict_yaml.dump(config.model_dump(mode="json")) != strict_yaml.dump(turned.model_dump(mode="json"))
+
+
+def test_a_rehearsal_needs_neither_data_nor_models(capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).parents[2] / "configs/experiments/five_arms_32b.yaml"
+    assert main(["experiment", str(path), "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "# tuning: 5 trials of 40 steps an arm, 25 in all; rates 5e-06, 1e-05, 2e-05 for all," in printed
+    assert "data/math500/test.jsonl (NOT FOUND here)" in printed
+    assert main(["experiment", str(path), "experiment.name=unused"]) == 2
+    assert "data/math500/test.jsonl" in capsys.readouterr().err

@@ -77,6 +77,11 @@ def test_a_run_censored_at_the_time_of_a_success_was_at_risk_then() -> None:
 
 def test_the_horizon_is_the_longest_time_that_all_arms_are_known_for() -> None:
     assert common_horizon([observe(3, -10), observe(-7, 2), observe(9)]) == 7
+    # An arm whose runs have all succeeded has a curve of zero afterwards: it must not cut the others short.
+    assert common_horizon([observe(2, 3), observe(-10, 4)]) == 10
+    assert restricted_mean(observe(2, 3), 10.0).mean == pytest.approx(2.5)
+    assert common_horizon([observe(3, -3), observe(-10)]) == 3
+    assert common_horizon([observe(2, 3), observe(5)]) == 5
 
 
 def test_misuse_is_an_error() -> None:
