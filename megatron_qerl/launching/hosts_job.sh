@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # The body of a run on plain hosts; megatron-qerl launch writes the head, which sets the variables named here.
 # Ctrl-C, SIGTERM and SIGUSR1 ask the run to stop and save; the same script goes on from there.
 set -uo pipefail

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # The body of every Slurm job; megatron-qerl launch writes the head, which sets the variables named here.
 # An attempt: is the run finished? -> preflight -> ranks -> finished, requeue, or say which log to read.
 set -uo pipefail
