@@ -104,17 +104,17 @@ def noise_values(
 
 
 def engine_values(measured: Sequence[EngineComparison]) -> dict[str, float]:
-    """The engine's proof over the replicas: the slope farthest from 1, the largest differences, mean entropies."""
+    """The engine's proof over the replicas: the slope farthest from 1 and the largest differences.
+
+    Entropies are the first replica's, whose group every layout has: feedback may decide by them.
+    """
     values = {
         "noise/engine_slope": max((c.slope for c in measured), key=lambda slope: abs(slope - 1.0)),
         "parity/logprob_max_abs": max(c.max_abs for c in measured),
         "parity/logprob_mean_abs": max(c.mean_abs for c in measured),
     }
-    for name in ("noisy", "clean"):
-        found = [value for c in measured if (value := getattr(c, f"entropy_{name}")) is not None]
-        if found:
-            values[f"entropy/{name}_mean_nats"] = math.fsum(found) / len(found)
-    return values
+    first = {"noisy": measured[0].entropy_noisy, "clean": measured[0].entropy_clean}
+    return values | {f"entropy/{name}_mean_nats": value for name, value in first.items() if value is not None}
 
 
 def feedback_signals(

@@ -115,8 +115,13 @@ class NoiseSection(Section):
     @model_validator(mode="after")
     def _feedback_starts_within_its_bounds(self) -> Self:
         feedback = self.feedback
-        if not (self.enabled and feedback.enabled):
+        if not feedback.enabled:
             return self
+        if not self.enabled:
+            raise ValueError(
+                "noise.enabled = false leaves noise.feedback.enabled = true nothing to steer; "
+                "set noise.feedback.enabled: false, or enable the noise"
+            )
         if not feedback.sigma_min <= self.sigma_start <= feedback.sigma_max:
             raise ValueError(
                 f"sigma_start = {self.sigma_start} lies outside feedback.sigma_min = {feedback.sigma_min} .. "

@@ -234,7 +234,7 @@ def _policy() -> Iterable[Metric]:
         "temperature, under the policy that the trainer evaluated, averaged over tokens; it is the entropy within one "
         "noise state and leaves out the diversity between noise states.",
     )
-    compared = "over the tokens of one group of each replica, at the sampling temperature."
+    compared = "over the tokens of the step's first group, at the sampling temperature."
     yield Metric(
         "entropy/noisy_mean_nats",
         "nats",

@@ -15,6 +15,8 @@ from megatron_qerl.config import strict_yaml
 from tests.support.distributed import ROOT
 from tests.support.tiny_run import write_run
 
+#: Enough that the run is not over before it hears of the request.
+STEPS = 20
 ENVIRONMENT = os.environ | {
     "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "",
 }  # fmt: skip
@@ -41,6 +43,7 @@ def stop_after_a_step(process: subprocess.Popen[str], run: Path, number: int) ->
 def test_one_machine_saves_on_ctrl_c_and_goes_on(config: Path) -> None:
     run, logs = config.parent / "runs/local", config.parent / "local"
     command = ["bash", str(ROOT / "launch/local.sh"), str(config), "run.name=local", "model.device=cpu"]
+    command += [f"train.steps={STEPS}"]
     environment = ENVIRONMENT | {"RANKS": "2", "PYTHON": sys.executable, "LOGS": str(logs)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)  # type: ignore[call-overload]
@@ -49,11 +52,11 @@ def test_one_machine_saves_on_ctrl_c_and_goes_on(config: Path) -> None:
     assert process.returncode == 75, output
     assert "stopped (saved step" in output
     assert f"after step {steps(run)}" in (logs / "rank_1.log").read_text()
-    assert 1 <= steps(run) < 6
+    assert 1 <= steps(run) < STEPS
     done = subprocess.run([*command, "--resume"], env=environment, check=False, timeout=400, **pipes)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stdout
     assert "report.html" in done.stdout
-    assert steps(run) == 6
+    assert steps(run) == STEPS
 
 
 def test_plain_hosts_are_started_by_ssh(config: Path, tmp_path: Path) -> None:

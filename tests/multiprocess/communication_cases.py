@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_qerl.parallel import setup
-from megatron_qerl.trainer.step import StepStatistics
+from megatron_qerl.trainer.step import BeforeUpdate, StepStatistics
 from tests.multiprocess.pipeline_context_cases import prepare, sizes_of
 from tests.multiprocess.tensor_data_cases import groups_of
 
@@ -67,7 +67,7 @@ def sent(path: Path, changes: dict[str, Any], lengths: list[list[int]]) -> dict[
     batches = trainer._own_microbatches(groups_of(lengths))
     with loaded.registry.applied(noise):
         with Counted() as passes:
-            trainer._accumulate(batches, [None] * len(batches), StepStatistics(), compare=False)
+            trainer._accumulate(batches, [BeforeUpdate()] * len(batches), StepStatistics(), compare=False)
         with Counted() as update:
             trainer.optimizer.step()
     adapters = sum(p.numel() for _, p in trainer.optimizer.parameters())

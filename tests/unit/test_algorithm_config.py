@@ -101,6 +101,7 @@ def test_a_combination_is_refused_with_its_remedy(case: str) -> None:
         ({"source": "paper Table 4", "budget": "relative"}, "budget = relative"),
         ({"schedule": "linear", "stages": 2}, "two stages"),
         ({"feedback": {"enabled": True}}, "schedule = exponential would be overruled"),
+        ({"feedback": {"enabled": True}, "schedule": "constant", "enabled": False}, "nothing to steer"),
         ({"feedback": {"enabled": True}, "schedule": "constant", "sigma_start": 0.5}, "lies outside"),
         ({"feedback": {"enabled": True}, "schedule": "constant", "application": "accumulate"}, "adds displacements"),
         ({"feedback": {"sigma_min": 0.1}}, "no room"),
