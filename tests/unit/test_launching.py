@@ -22,6 +22,14 @@ SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 DEMO = str(ROOT / "configs/demo.yaml")
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no earlier run lies: after make demo there is one in the repository."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+
+
 def rendered(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main(["launch", *words, "--dry-run"]) == 0
     return capsys.readouterr().out
