@@ -28,6 +28,7 @@ from typing import Any
 
 from benchmarks.step import run_arm, surroundings
 from benchmarks.step_model import Settings
+from tests.support.layouts import difference, layout
 
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EP2 = {"expert_model_parallel_size": 2}
@@ -54,11 +55,6 @@ PARITY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen3_moe", {"moe_intermediate_size": 256, "head_dim": 32}),
 }
 PARITY_SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
-SIZE_NAMES = {
-    "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size", "sp": "sequence_parallel", "do": "use_distributed_optimizer",
-    "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size", "via": "token_dispatcher",
-}  # fmt: skip
 DENSE: tuple[dict[str, Any], ...] = (
     {"tp": 2}, {"tp": 2, "sp": True}, {"do": False}, {"do": True}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"cp": 2},
 )  # fmt: skip
@@ -89,20 +85,7 @@ def case_name(model: str, sizes: dict[str, Any], dtype: str) -> str:
 def changes_of(sizes: dict[str, Any], dtype: str, *, device: str) -> dict[str, Any]:
     """Config changes of a case."""
     dtypes = DTYPES[dtype] if device == "cuda" else DTYPES[dtype] | {"model__attention": "sdpa"}
-    layout = {f"parallel__{SIZE_NAMES[k]}": v for k, v in sizes.items()}
-    return {"train__microbatch_tokens": 128, **dtypes, **layout}
-
-
-def difference(found: Any, wanted: Any) -> float:
-    """Largest difference relative to the largest element; the worst of several tensors, each by its own scale."""
-    import torch
-
-    if isinstance(wanted, dict):
-        assert found.keys() == wanted.keys(), f"{sorted(found.keys() ^ wanted.keys())[:4]} are on one side alone"
-        return max(difference(found[n], wanted[n]) for n in wanted)
-    scale = float(wanted.abs().max())
-    gap = float((found.double() - wanted.double()).abs().max()) if torch.is_tensor(found) else float("inf")
-    return 0.0 if gap == 0.0 else gap / scale if scale else float("inf")
+    return {"train__microbatch_tokens": 128, **dtypes, **layout(**sizes)}
 
 
 def compare(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:

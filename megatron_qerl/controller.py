@@ -250,10 +250,8 @@ class TrainingRun:
         the largest share over the ranks, which have different layers and tokens."""
         if self.session.shape.experts is None:
             return {}
-        shares = {"routing/flipped_by_noise": self.trainer.flipped_by_noise([piece], noise)}
-        if piece.responses[0].routes is not None:
-            shares["routing/flipped_by_engine"] = self.trainer.flipped_by_engine([piece], noise)
-        return self.ranks.largest(shares)
+        shares = self.trainer.routing_flips([piece], noise)
+        return self.ranks.largest({f"routing/{name}": share for name, share in shares.items()})
 
     def update(self, collected: CollectedStep, noise: NoiseState) -> StepStatistics:
         """Advantages, then all optimizer updates of this rollout. Without a trainable group nothing is updated."""

@@ -24,11 +24,12 @@ from megatron_qerl.config.loader import load_resolved_config
 from megatron_qerl.config.schema import AlgorithmSection, ParallelSection
 from megatron_qerl.data.dataset import load_dataset
 from megatron_qerl.data.prompts import PromptRenderer
-from megatron_qerl.errors import FaultError, UserError
+from megatron_qerl.errors import UserError
 from megatron_qerl.evaluation import check_identity, last_noise
 from megatron_qerl.metrics.noise_information import EntropyTerms, entropy_terms, over_prompts
 from megatron_qerl.models.adapter_state import restore
 from megatron_qerl.parallel import setup
+from megatron_qerl.report.summary import write_text
 from megatron_qerl.rollout.engine import GenerationRequest
 from megatron_qerl.rollout.replicas import Replicas, open_verifier
 from megatron_qerl.session import Session, open_session
@@ -130,11 +131,7 @@ def diagnose_run(run_dir: Path, *, checkpoint: str, plan: DiagnosisPlan) -> dict
             }
     finally:
         setup.shutdown()
-    path = run_dir / f"diagnosis_{folder.name}.json"
-    try:
-        path.write_text(json.dumps(result, indent=1) + "\n")
-    except OSError as error:
-        raise FaultError(f"writing {path}: {error}", "the run folder must take it", "Free disk space") from error
+    write_text(run_dir / f"diagnosis_{folder.name}.json", json.dumps(result, indent=1) + "\n")
     return result
 
 

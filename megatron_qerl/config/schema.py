@@ -6,15 +6,22 @@ suggestion), and every combination that would train on wrong numbers without say
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from megatron_qerl.config.algorithm import AlgorithmSection, DynamicSamplingSection, OverlongSection
 from megatron_qerl.config.noise import NOISE_ROLES, NoiseSection
-from megatron_qerl.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megatron_qerl.config.section import (
+    FolderName,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -25,19 +32,12 @@ __all__ = ["NOISE_ROLES", "AlgorithmSection", "DynamicSamplingSection", "NoiseSe
 class RunSection(Section):
     """Where a run lives and what makes it repeatable."""
 
-    name: str = Field(description="name of the run; its folder is output_dir/name")
+    name: FolderName = Field(description="name of the run; its folder is output_dir/name")
     output_dir: Path = Field(default=Path("runs"), description="parent of the run folder")
     seed: Annotated[int, Field(ge=0, lt=1 << 40)] = Field(
         default=1, description="seeds sampling, noise, adapters and data order; below 2^40"
     )
     threads: NonNegativeInt = Field(default=0, description="CPU threads for torch; 0 leaves torch's choice")
-
-    @field_validator("name")
-    @classmethod
-    def _name_is_a_folder(cls, name: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-            raise ValueError("must be letters, digits, '_', '.' or '-', and begin with a letter or digit")
-        return name
 
 
 class ModelSection(Section):

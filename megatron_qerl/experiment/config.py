@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_qerl.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megatron_qerl.config.section import FolderName, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 #: Keys that the experiment sets in every run, so that no arm and no recipe decides them.
 OWN_KEYS = (
@@ -34,7 +34,7 @@ def _checked(overrides: dict[str, Any]) -> dict[str, Any]:
 class ExperimentSection(Section):
     """Where the experiment lives and how a run is started."""
 
-    name: str = Field(description="name of the experiment; its folder is output_dir/name")
+    name: FolderName = Field(description="name of the experiment; its folder is output_dir/name")
     output_dir: Path = Field(default=Path("runs"), description="parent of the experiment's folder")
     recipe: Path = Field(description="config of train that every run starts from, relative to the experiment's file")
     overrides: dict[str, Any] = Field(default={}, description="dotted key of the recipe -> value, for all arms")
@@ -51,13 +51,6 @@ class ExperimentSection(Section):
     @classmethod
     def _overrides_are_free(cls, overrides: dict[str, Any]) -> dict[str, Any]:
         return _checked(overrides)
-
-    @field_validator("name")
-    @classmethod
-    def _name_is_a_folder(cls, name: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-            raise ValueError("must be letters, digits, '_', '.' or '-', and begin with a letter or digit")
-        return name
 
 
 class ArmSection(Section):

@@ -16,8 +16,18 @@ def _array(name: str, values: Iterable[object]) -> str:
     return f"{name}=({' '.join(_quoted(v) for v in values)})"
 
 
-def _values(**values: object) -> list[str]:
-    return [f"{name}={_quoted(value)}" for name, value in values.items()]
+def _head(job: Job, **values: object) -> list[str]:
+    """What every body reads, and ``values``."""
+    values |= {
+        "ranks_per_node": job.cluster.ranks_per_node,
+        "python": job.cluster.python,
+        "workdir": job.workdir,
+        "folder": job.folder,
+        "log_root": job.log_root,
+        "preflight": int(job.cluster.preflight.enabled),
+    }
+    assigned = [f"{name}={_quoted(value)}" for name, value in values.items()]
+    return [*assigned, _array("configs", job.configs), _array("run_dirs", job.run_dirs())]
 
 
 def slurm_script(job: Job, *, requeue: bool = True) -> str:
@@ -49,20 +59,14 @@ def slurm_script(job: Job, *, requeue: bool = True) -> str:
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
     # Also without chains: Slurm itself requeues a job whose node died.
     lines += ["#SBATCH --requeue", *(f"#SBATCH {option}" for option in slurm.extra)]
-    head = _values(
+    head = _head(
+        job,
         nodes=cluster.nodes,
-        ranks_per_node=cluster.ranks_per_node,
-        python=cluster.python,
-        workdir=job.workdir,
-        folder=job.folder,
-        log_root=job.log_root,
         max_attempts=slurm.max_attempts,
         requeue=int(requeue),
-        preflight=int(cluster.preflight.enabled),
         preflight_limit_s=cluster.preflight.time_limit_s,
         exclude=",".join(slurm.exclude),
     )
-    head += [_array("configs", job.configs), _array("run_dirs", job.run_dirs())]
     # srun does not take cpus-per-task over from the job.
     head += [_array("step_flags", [f"--cpus-per-task={cpus}", *_container_flags(job)])]
     head += [f"export {name}={_quoted(value)}" for name, value in cluster.environment.items()]
@@ -87,16 +91,7 @@ def hosts_script(job: Job) -> str:
     """The script that starts a job on plain hosts by ssh; run it on a machine that reaches all of them."""
     hosts, cluster = job.cluster.hosts, job.cluster
     assert hosts is not None, "the schema asks for the section"
-    head = _values(
-        ranks_per_node=cluster.ranks_per_node,
-        python=cluster.python,
-        workdir=job.workdir,
-        folder=job.folder,
-        log_root=job.log_root,
-        port=hosts.port,
-        preflight=int(cluster.preflight.enabled),
-    )
-    head += [_array("configs", job.configs), _array("run_dirs", job.run_dirs())]
+    head = _head(job, port=hosts.port)
     head += [_array("names", hosts.names), _array("ssh_options", hosts.ssh_options)]
     head += [_array("variables", [f"{name}={value}" for name, value in cluster.environment.items()])]
     return "\n".join(["#!/bin/bash", *head, "", template("hosts_job.sh")])

@@ -17,9 +17,9 @@ from megatron_qerl.models.shape import ModelShape, check_layout
 from megatron_qerl.planning.sizes import (
     Linear,
     adapter_parameters,
+    adapter_split,
     block_linears,
     block_norms,
-    shared_adapter_parameters,
     stage_blocks,
     vocabulary_parameters,
 )
@@ -83,9 +83,8 @@ def _owned_masters(config: RunConfig, linears: list[Linear], gpus: int) -> int:
         dense = experts = 1
     total = 0
     for linear in linears:
-        whole = adapter_parameters(linear, config.lora)
-        shared = shared_adapter_parameters(linear, config.lora)
-        total += shared // dense + (whole - shared) // (experts if linear.copies > 1 else dense)
+        shared, own = adapter_split(linear, config.lora)
+        total += shared // dense + own // experts
     return total
 
 

@@ -54,29 +54,24 @@ def block_linears(shape: ModelShape, layout: ParallelSection) -> list[Linear]:
     return linears
 
 
+def adapter_split(linear: Linear, lora: LoraSection) -> tuple[int, int]:
+    """Elements of A and B of one matrix's adapters: (what all data-parallel ranks hold alike, the experts' own)."""
+    adapted = [rows for name, rows in linear.parts if name in lora.targets]
+    a, b = len(adapted) * lora.rank * linear.cols, sum(adapted) * lora.rank
+    if linear.copies == 1:
+        return a + b, 0
+    if lora.expert_mode == "none":
+        return 0, 0
+    if lora.expert_mode == "shared_outer":
+        # The factor on the side of the hidden size is one for all experts.
+        outer, inner = (a, b) if linear.split == "rows" else (b, a)
+        return outer, inner * linear.copies
+    return 0, (a + b) * linear.copies
+
+
 def adapter_parameters(linear: Linear, lora: LoraSection) -> int:
     """Elements of A and B of one matrix's adapter, all copies."""
-    adapted = [rows for name, rows in linear.parts if name in lora.targets]
-    if not adapted:
-        return 0
-    a, b = len(adapted) * lora.rank * linear.cols, sum(adapted) * lora.rank
-    if linear.copies > 1 and lora.expert_mode == "none":
-        return 0
-    if linear.copies > 1 and lora.expert_mode == "shared_outer":
-        # The factor on the side of the hidden size is one for all experts.
-        return a + b * linear.copies if linear.split == "rows" else a * linear.copies + b
-    return (a + b) * linear.copies
-
-
-def shared_adapter_parameters(linear: Linear, lora: LoraSection) -> int:
-    """Of these, elements that every data-parallel rank holds alike: all but an expert's own factors."""
-    whole = adapter_parameters(linear, lora)
-    if linear.copies == 1 or not whole:
-        return whole
-    if lora.expert_mode == "per_expert":
-        return 0
-    adapted = [rows for name, rows in linear.parts if name in lora.targets]
-    return lora.rank * (len(adapted) * linear.cols if linear.split == "rows" else sum(adapted))
+    return sum(adapter_split(linear, lora))
 
 
 def stage_blocks(num_blocks: int, layout: ParallelSection) -> list[int]:

@@ -16,12 +16,11 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from megatron_qerl.errors import FaultError
 from megatron_qerl.metrics.intervals import CONFIDENCE
 from megatron_qerl.metrics.names import GROUPS, METRICS, Metric, PlotGroup, metrics_of_group
 from megatron_qerl.report.load import RunData, Series, load_run
 from megatron_qerl.report.plots import MAX_POINTS, AccuracyRow, plot_accuracy, plot_group
-from megatron_qerl.report.summary import Accuracy, EvalRecord, SampleRecord, Summary
+from megatron_qerl.report.summary import Accuracy, EvalRecord, SampleRecord, Summary, write_text
 from megatron_qerl.report.template import PAGE, STYLE
 from megatron_qerl.types import Outcome
 
@@ -88,17 +87,7 @@ def write_report(run_dir: Path) -> Path:
         BackendUnavailableError: matplotlib is missing.
         FaultError: the report cannot be written.
     """
-    path = run_dir / REPORT_FILE
-    text = render(load_run(run_dir))
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise FaultError(
-            f"writing {path}: {error}", "the run folder must take it", "Free disk space or repair permissions"
-        ) from error
-    return path
+    return write_text(run_dir / REPORT_FILE, render(load_run(run_dir)))
 
 
 def render(run: RunData) -> str:

@@ -98,6 +98,12 @@ class StepStatistics:
         self.non_finite = sorted({*self.non_finite, *other.non_finite})
 
 
+def _held(routes: RoutingRecord, batch: MicroBatch) -> RoutingRecord:
+    """Of a pack's routes those of the rows that this rank computes, once the pack was forwarded."""
+    shard = batch.tokens.params.shard
+    return routes if shard is None else routes.rows((shard.local >= 0).nonzero().squeeze(1).cpu())
+
+
 def _free(groups: Sequence[TrainingGroup]) -> list[TrainingGroup]:
     """The groups without routes to replay."""
     return [replace(g, responses=tuple(replace(r, routes=None) for r in g.responses)) for g in groups]
@@ -225,15 +231,23 @@ class Trainer:
         entropies = {"entropy_noisy": float(noisy_entropy.mean()), "entropy_clean": float(clean_entropy.mean())}
         return replace(comparison, **entropies)
 
-    def flipped_by_noise(self, groups: Sequence[TrainingGroup], noise: NoiseState) -> float:
-        """Share of this rank's routing choices for ``groups`` that the noise changes, nothing replayed."""
-        batches = self._microbatches(_free(groups))
-        return self._routes(batches, None).flipped_share(self._routes(batches, noise))
+    def routing_flips(self, groups: Sequence[TrainingGroup], noise: NoiseState) -> dict[str, float]:
+        """Shares of the routing choices for ``groups``, on the layers and tokens of this rank, nothing replayed.
 
-    def flipped_by_engine(self, groups: Sequence[TrainingGroup], noise: NoiseState) -> float:
-        """Share of the engine's choices on this rank's layers that the trainer would not make under the same noise."""
-        replayed, free = self._microbatches(groups), self._microbatches(_free(groups))
-        return self._routes(replayed, noise).flipped_share(self._routes(free, noise))
+        ``flipped_by_noise``: those that the noise changes. ``flipped_by_engine``, if the groups carry the engine's
+        routes: those of the engine that the trainer would not make under the same noise.
+        """
+        batches = self._microbatches(_free(groups))
+        noisy = self._routes(batches, noise)
+        shares = {"flipped_by_noise": self._routes(batches, None).flipped_share(noisy)}
+        if all(r.routes is not None for g in groups for r in g.responses):
+            recorded = [
+                _held(b.tokens.params.routing, own) for b, own in zip(self._microbatches(groups), batches, strict=True)
+            ]
+            engine = RoutingRecord.concatenate(recorded)
+            engine = RoutingRecord({block: engine.experts[block] for block in noisy.experts})
+            shares["flipped_by_engine"] = engine.flipped_share(noisy)
+        return shares
 
     def _routes(self, batches: list[MicroBatch], noise: NoiseState | None) -> RoutingRecord:
         """Where this rank's layers send the tokens that it holds, padding left out."""

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_qerl.parallel import setup
 from megatron_qerl.trainer.step import BeforeUpdate, StepStatistics
-from tests.multiprocess.pipeline_context_cases import prepare, sizes_of
+from tests.multiprocess.pipeline_context_cases import prepare
 from tests.multiprocess.tensor_data_cases import groups_of
+from tests.support.layouts import run_each, sizes_of
 
 #: c10d operator -> (collective, whether its size is that of the result, which comes first).
 OPERATORS = {
@@ -78,12 +78,4 @@ def sent(path: Path, changes: dict[str, Any], lengths: list[list[int]]) -> dict[
 
 def run_cases(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Body of a rank: name -> ``sent``."""
-    results: dict[str, Any] = {}
-    standing: dict[str, Any] | None = None
-    for name, options in arguments.items():
-        if standing is not None and sizes_of(options["changes"]) != standing:
-            setup.shutdown()
-        standing = sizes_of(options["changes"])
-        results[name] = sent(**options)
-    setup.shutdown()
-    return results
+    return run_each(arguments, lambda options: sizes_of(options["changes"]), lambda options: sent(**options))

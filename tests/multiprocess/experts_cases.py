@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_qerl.cli.main import main
@@ -18,10 +17,10 @@ from megatron_qerl.layers.experts import ExpertLinear
 from megatron_qerl.layers.routing import RoutingRecord
 from megatron_qerl.models import load as load_module
 from megatron_qerl.models.adapter_state import adapter_hash, collect, restore
-from megatron_qerl.parallel import setup
 from megatron_qerl.trainer.optimizer import AdapterOptimizer
 from megatron_qerl.trainer.step import BeforeUpdate, StepStatistics, Trainer
 from tests.multiprocess.tensor_data_cases import adapter_of, gradients, groups_of
+from tests.support.layouts import run_each
 from tests.support.loaded import Loaded, load
 
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -189,16 +188,8 @@ def _shifted(load_experts: Callable[..., None], shift: int, *arguments: Any, **n
 
 
 def run_cases(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Body of a rank: name -> what ``train`` returns. Cases of one layout that follow each other share it."""
-    results: dict[str, Any] = {}
-    standing = None
-    for name, options in arguments.items():
-        if standing not in (None, options["layout"]):
-            parallel_state.destroy_model_parallel()
-        standing = options["layout"]
-        results[name] = train(**options)
-    setup.shutdown()
-    return results
+    """Body of a rank: name -> what ``train`` returns."""
+    return run_each(arguments, lambda options: options["layout"], lambda options: train(**options))
 
 
 def whole_runs(rank: int, world_size: int, arguments: dict[str, list[str]]) -> dict[str, int]:

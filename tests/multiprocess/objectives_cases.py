@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_qerl.parallel import setup
 from megatron_qerl.trainer.step import StepStatistics
 from tests.multiprocess.pipeline_context_cases import prepare
 from tests.multiprocess.tensor_data_cases import gradients, groups_of
+from tests.support.layouts import run_each, sizes_of
 
 
 def measured(path: Path, changes: dict[str, Any], lengths: list[list[int]], rollout: Tensor | None) -> dict[str, Any]:
@@ -35,9 +34,4 @@ def measured(path: Path, changes: dict[str, Any], lengths: list[list[int]], roll
 
 def run_cases(rank: int, world_size: int, arguments: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Body of a rank: name -> what ``measured`` returns."""
-    results = {}
-    for name, options in arguments.items():
-        results[name] = measured(**options)
-        parallel_state.destroy_model_parallel()
-    setup.shutdown()
-    return results
+    return run_each(arguments, lambda options: sizes_of(options["changes"]), lambda options: measured(**options))

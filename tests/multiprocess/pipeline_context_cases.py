@@ -11,34 +11,23 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_qerl.config.schema import ParallelSection
 from megatron_qerl.errors import NonFiniteError
 from megatron_qerl.layers.attention import KVCache
 from megatron_qerl.layers.frozen import DenseFrozen, NVFP4Frozen
-from megatron_qerl.models.adapter_state import adapter_hash, collect, restore
+from megatron_qerl.models.adapter_state import adapter_hash, collect
 from megatron_qerl.models.families import LinearRule, NormRule, VocabRule
 from megatron_qerl.models.walk import hf_name, modules
 from megatron_qerl.noise.proof import over_stages, read_back
-from megatron_qerl.parallel import setup
-from megatron_qerl.trainer.optimizer import AdapterOptimizer
 from megatron_qerl.trainer.step import BeforeUpdate, StepStatistics, Trainer
-from tests.multiprocess.tensor_data_cases import adapter_of, gradients, groups_of, run_config
-from tests.support.loaded import Loaded, load
+from tests.multiprocess import tensor_data_cases
+from tests.multiprocess.tensor_data_cases import gradients, groups_of
+from tests.support.layouts import run_each, sizes_of
+from tests.support.loaded import Loaded
 
 
 def prepare(path: Path, changes: dict[str, Any]) -> tuple[Loaded, Trainer]:
     """The policy on the layout that ``changes`` name, with the same adapter on all."""
-    others = {k: v for k, v in changes.items() if not k.startswith("parallel__")}
-    config = run_config(path, "one", others).model_copy(update={"parallel": ParallelSection(**sizes_of(changes))})
-    loaded = load(
-        path, lora=config.lora, noise=config.noise, layout=config.parallel, dtype=config.model.dtype,
-        recompute=config.train.recompute, attention=config.model.attention,
-        shares_prompts=config.train.share_prompt_prefix,
-    )  # fmt: skip
-    restore(loaded.model, loaded.shape, adapter_of(loaded), "test")
-    distributed = bool(config.parallel.use_distributed_optimizer)
-    optimizer = AdapterOptimizer(loaded.model, config.optimizer, 10, distributed=distributed)
-    return loaded, Trainer(loaded.model, loaded.registry, optimizer, config)
+    return tensor_data_cases.prepare(path, "one", changes)
 
 
 def everything(path: Path, changes: dict[str, Any], lengths: list[list[int]], rollout: Tensor | None) -> dict[str, Any]:
@@ -130,20 +119,6 @@ def non_finite(path: Path, changes: dict[str, Any], lengths: list[list[int]], re
     return {"message": message, "changed": adapter_hash(collect(loaded.model, loaded.shape)) != before}
 
 
-def sizes_of(changes: dict[str, Any]) -> dict[str, Any]:
-    """The layout in a case's config changes."""
-    return {k.removeprefix("parallel__"): v for k, v in changes.items() if k.startswith("parallel__")}
-
-
 def run_cases(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Body of a rank: name -> what the case's function returns. Cases of one layout that follow each other share it."""
-    results: dict[str, Any] = {}
-    standing: dict[str, Any] | None = None
-    for name, (function, options) in arguments.items():
-        sizes = sizes_of(options["changes"])
-        if standing is not None and sizes != standing:
-            setup.shutdown()
-        standing = sizes
-        results[name] = globals()[function](**options)
-    setup.shutdown()
-    return results
+    """Body of a rank: name -> what the case named ``function`` returns."""
+    return run_each(arguments, lambda case: sizes_of(case[1]["changes"]), lambda case: globals()[case[0]](**case[1]))

@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_qerl.config.schema import RunConfig
 from megatron_qerl.models.adapter_state import adapter_hash, collect, restore
-from megatron_qerl.parallel import setup
 from megatron_qerl.trainer import checkpoint
 from megatron_qerl.trainer.batch import TrainingGroup, TrainingResponse
 from megatron_qerl.trainer.optimizer import AdapterOptimizer
 from megatron_qerl.trainer.step import BeforeUpdate, StepStatistics, Trainer
+from tests.support.layouts import run_each
 from tests.support.loaded import Loaded, load
 
 NOISE = {"sigma_start": 0.05, "sigma_end": 0.01, "stages": 3}
@@ -40,7 +39,7 @@ def run_config(path: Path, layout: str, changes: dict[str, Any]) -> RunConfig:
         "run": {"name": "t"},
         "model": {"path": path, "dtype": "float32", "max_sequence_length": 128},
         "lora": {"rank": 4, "alpha": 8.0},
-        "parallel": LAYOUTS[layout],
+        "parallel": dict(LAYOUTS[layout]),
         "noise": dict(NOISE),
         "data": {"train": {"kind": "arithmetic"}, "eval": {"kind": "arithmetic", "split": "heldout"}},
         "rollout": {"max_prompt_tokens": 10, "max_new_tokens": 12},
@@ -86,7 +85,8 @@ def prepare(path: Path, layout: str, changes: dict[str, Any]) -> tuple[Loaded, T
     config = run_config(path, layout, changes)
     loaded = load(
         path, lora=config.lora, noise=config.noise, layout=config.parallel, dtype=config.model.dtype,
-        recompute=config.train.recompute,
+        recompute=config.train.recompute, attention=config.model.attention,
+        shares_prompts=config.train.share_prompt_prefix,
     )  # fmt: skip
     restore(loaded.model, loaded.shape, adapter_of(loaded), "test")
     distributed = bool(config.parallel.use_distributed_optimizer)
@@ -166,16 +166,8 @@ def bytes_read(path: Path, layout: str, changes: dict[str, Any]) -> int:
 
 
 def run_cases(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Body of a rank: name -> what the case's function returns. Cases of one layout that follow each other share it."""
-    results: dict[str, Any] = {}
-    standing = None
-    for name, (function, options) in arguments.items():
-        if standing not in (None, options["layout"]):
-            parallel_state.destroy_model_parallel()
-        standing = options["layout"]
-        results[name] = globals()[function](**options)
-    setup.shutdown()
-    return results
+    """Body of a rank: name -> what the case named ``function`` returns."""
+    return run_each(arguments, lambda case: case[1]["layout"], lambda case: globals()[case[0]](**case[1]))
 
 
 def difference_quotients(

@@ -10,8 +10,8 @@ import torch
 
 from megatron_qerl.config.schema import QuantizeConfig
 from megatron_qerl.nvfp4.quantize import quantize
-from tests.multiprocess.test_pipeline_context import layout
 from tests.support.distributed import launch
+from tests.support.layouts import layout
 from tests.support.tiny_model import write_model
 
 TARGET = "tests.multiprocess.communication_cases:run_cases"

@@ -20,6 +20,7 @@ from megatron_qerl.config.schema import QuantizeConfig
 from megatron_qerl.nvfp4.checkpoint import ModelFolder
 from tests.multiprocess import experts_cases as cases
 from tests.support.distributed import launch
+from tests.support.layouts import difference
 from tests.support.tiny_model import write_model
 from tests.support.tiny_run import write_run
 
@@ -115,17 +116,6 @@ def two(folders: Any, references: Any, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="module")
 def four(folders: Any, references: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return _launch(4, FOUR, folders, references, tmp_path_factory.mktemp("four"))
-
-
-def difference(found: Any, wanted: Any) -> float:
-    """Largest difference relative to the largest element; the worst of several tensors, each by its own scale."""
-    if isinstance(wanted, dict):
-        assert found.keys() == wanted.keys()
-        return max(difference(found[n], wanted[n]) for n in wanted)
-    found, wanted = torch.as_tensor(found), torch.as_tensor(wanted)
-    scale = float(wanted.abs().max())
-    gap = float((found.double() - wanted.double()).abs().max())
-    return 0.0 if gap == 0.0 else gap / scale if scale else float("inf")
 
 
 def _compare(ranks: list[dict[str, Any]], case: Any, references: References) -> None:

@@ -25,6 +25,7 @@ from megatron_qerl.models.shape import read_shape
 from megatron_qerl.nvfp4.checkpoint import ModelFolder
 from megatron_qerl.nvfp4.quantize import quantize
 from tests.support.distributed import launch
+from tests.support.layouts import layout
 from tests.support.tiny_model import write_model
 from tests.support.tiny_run import write_run
 
@@ -42,16 +43,6 @@ FIRST = "qwen2_tied_nvfp4"
 # Three micro-batches of different lengths on one rank: an odd number leaves a hole in an interleaved round.
 LENGTHS = [[5, 3, 9, 1], [4, 4], [12, 2, 7], [8, 1], [3, 6, 1]]
 SHARED = {"train__microbatch_tokens": 32}
-
-
-def layout(**sizes: Any) -> dict[str, Any]:
-    """Config changes of a layout, by Megatron's names without their endings."""
-    names = {
-        "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size",
-        "vpp": "virtual_pipeline_model_parallel_size", "sp": "sequence_parallel", "do": "use_distributed_optimizer",
-        "ep": "expert_model_parallel_size",
-    }  # fmt: skip
-    return {f"parallel__{names[k]}": v for k, v in sizes.items()}
 
 
 TWO: dict[str, dict[str, Any]] = {
